@@ -1,0 +1,1 @@
+"""One module per figure or table. Nothing imports them but the programs of `experiments`."""

@@ -1,0 +1,258 @@
+"""What an experiment is: frozen dataclasses, loaded from a Python file, changed by `--set a.b=c`."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import pathlib
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pdjax.core.names import pick
+from pdjax.core.plain import from_plain
+from pdjax.workloads.lengths import Fixed, LogNormal, Mix, Uniform
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadConfig:
+  """Who asks, when, and how much.
+
+  `rate_rps` None is `load` times the capacity that the step times promise. `num_requests` None is
+  as many as arrive in `duration_s`. A `trace` (CSV) replaces arrivals and lengths.
+  """
+
+  arrivals: str = "poisson"
+  rate_rps: float | None = None
+  load: float = 0.7
+  cv: float = 2.0  # of the gaps, for arrivals="gamma"
+  lengths: Mix | LogNormal | Uniform | Fixed
+  num_requests: int | None = None
+  duration_s: float = 40.0
+  trace: str | None = None
+  seed: int = 0
+  chat: bool = True  # put prompts into the model's chat template
+
+  def __post_init__(self):
+    if self.rate_rps is not None and not self.rate_rps > 0:
+      raise ValueError(f"workload.rate_rps={self.rate_rps} must be positive")
+    if not self.load > 0:
+      raise ValueError(f"workload.load={self.load} must be positive")
+    if not self.duration_s > 0:
+      raise ValueError(f"workload.duration_s={self.duration_s} must be positive")
+    if self.num_requests is not None and self.num_requests < 1:
+      raise ValueError(f"workload.num_requests={self.num_requests} must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerOptions:
+  """Limits of a step. `token_budget` is that of `chunked`; the other strategies take whole prompts,
+  so theirs is `prefill_budget`, None for the longest request.
+  """
+
+  token_budget: int = 128
+  prefill_budget: int | None = None
+  watermark: float = 0.01
+  steps_in_flight: int = 1
+
+  def __post_init__(self):
+    if self.token_budget < 1:
+      raise ValueError(f"scheduler.token_budget={self.token_budget} must be at least 1")
+    if self.steps_in_flight not in (1, 2):
+      raise ValueError(f"scheduler.steps_in_flight={self.steps_in_flight} must be 1 or 2")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+  """The KV cache of each pool. `max_len` None is the workload's longest request; `num_pages` None
+  is a full row each (on the engine) or what the memory holds (in simulation).
+  """
+
+  layout: str = "slots"
+  num_rows: int = 8
+  page_size: int = 16
+  max_len: int | None = None
+  num_pages: int | None = None
+
+  def __post_init__(self):
+    if self.layout not in ("slots", "paged"):
+      raise ValueError(f"cache.layout={self.layout!r} must be 'slots' or 'paged'")
+    for name in ("num_rows", "page_size"):
+      if getattr(self, name) < 1:
+        raise ValueError(f"cache.{name}={getattr(self, name)} must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingConfig:
+  """As `SamplingParams`, the same for all requests; 0 is greedy."""
+
+  temperature: float = 0.0
+  top_k: int | None = None
+  top_p: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SloConfig:
+  """Targets. None derives one from this device by Sarathi-Serve's rule: a multiple of a decode step
+  with all rows busy (TPOT), and of an unloaded prefill of the longest prompt (TTFT).
+  """
+
+  ttft_s: float | None = None
+  tpot_s: float | None = None
+  ttft_multiple: float = 3.0
+  tpot_multiple: float = 5.0
+
+  def __post_init__(self):
+    for name in ("ttft_s", "tpot_s", "ttft_multiple", "tpot_multiple"):
+      value = getattr(self, name)
+      if value is not None and not value > 0:
+        raise ValueError(f"slo.{name}={value} must be positive")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ExperimentConfig:
+  """One experiment. `model`, `hardware` and `link` are names that the program looks up."""
+
+  model: str = "smollm2-135m"
+  hardware: str = "cpu"
+  link: str = "nvlink"
+  backend: str = "jax"
+  num_devices: int = 2
+  strategies: tuple[str, ...] = ("continuous", "chunked", "disaggregated")
+  workload: WorkloadConfig
+  scheduler: SchedulerOptions = SchedulerOptions()
+  cache: CacheConfig = CacheConfig()
+  sampling: SamplingConfig = SamplingConfig()
+  slo: SloConfig = SloConfig()
+
+  def __post_init__(self):
+    if self.backend not in ("jax", "sim"):
+      raise ValueError(f"backend={self.backend!r} must be 'jax' or 'sim'")
+    if self.num_devices < 1:
+      raise ValueError(f"num_devices={self.num_devices} must be at least 1")
+    if not self.strategies:
+      raise ValueError("strategies is empty; name at least one")
+    for name in self.strategies:
+      pick(STRATEGIES, name, "strategy")
+    if len(set(self.strategies)) != len(self.strategies):
+      raise ValueError(f"strategies={self.strategies} names one twice")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSpec:
+  """One pool of a strategy. `takes_whole_prompts`: its budget is `prefill_budget`, no chunks."""
+
+  name: str
+  role: str
+  policy: str
+  takes_whole_prompts: bool
+
+
+def _continuous(num_devices: int) -> tuple[PoolSpec, ...]:
+  """Continuous batching as vLLM first had it: every device a mixed pool, whole prompts first."""
+  return tuple(
+    PoolSpec(name=f"mixed{i}", role="mixed", policy="prefill_first", takes_whole_prompts=True)
+    for i in range(num_devices)
+  )
+
+
+def _chunked(num_devices: int) -> tuple[PoolSpec, ...]:
+  """Chunked prefill (Sarathi-Serve): every device a mixed pool, chunks beside the decodes."""
+  return tuple(
+    PoolSpec(name=f"mixed{i}", role="mixed", policy="sarathi", takes_whole_prompts=False)
+    for i in range(num_devices)
+  )
+
+
+def _disaggregated(num_devices: int) -> tuple[PoolSpec, ...]:
+  """Disaggregation (DistServe): half of the devices prefill, half decode."""
+  if num_devices < 2:
+    raise ValueError(f"disaggregated needs at least 2 devices, not num_devices={num_devices}")
+  half = num_devices // 2
+  prefill = [
+    PoolSpec(name=f"prefill{i}", role="prefill", policy="prefill_only", takes_whole_prompts=True)
+    for i in range(half)
+  ]
+  decode = [
+    PoolSpec(name=f"decode{i}", role="decode", policy="decode_only", takes_whole_prompts=True)
+    for i in range(num_devices - half)
+  ]
+  return (*prefill, *decode)
+
+
+# Strategy name -> the pools it makes of so many devices. A new strategy is a line here.
+STRATEGIES = {
+  "continuous": _continuous,
+  "chunked": _chunked,
+  "disaggregated": _disaggregated,
+}
+
+
+# Files and overrides -----------------------------------------------------------------------------
+
+
+def load_config(path: str | pathlib.Path, overrides: Iterable[str] = ()) -> ExperimentConfig:
+  """Runs `get_config()` of a Python file and applies overrides such as `workload.rate_rps=2`.
+
+  Raises:
+    ValueError: no such file, a file without `get_config`, or an override that names nothing or has
+      a value of the wrong type.
+  """
+  path = pathlib.Path(path)
+  if not path.is_file():
+    raise ValueError(f"config file {path} does not exist")
+  spec = importlib.util.spec_from_file_location(path.stem, path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  if not hasattr(module, "get_config"):
+    raise ValueError(f"config file {path} has no function get_config()")
+  config = module.get_config()
+  if not isinstance(config, ExperimentConfig):
+    raise ValueError(f"{path}: get_config() gave a {type(config).__name__}, not ExperimentConfig")
+  return override(config, overrides)
+
+
+def override(config: ExperimentConfig, assignments: Iterable[str]) -> ExperimentConfig:
+  """A copy with `path=value` assignments applied. Raises ValueError as `load_config` does."""
+  for assignment in assignments:
+    path, equals, text = assignment.partition("=")
+    if not equals:
+      raise ValueError(f"--set {assignment!r} is not of the form path=value")
+    config = _replace(config, path.strip().split("."), text.strip(), path.strip())
+  return config
+
+
+def _replace(node: Any, names: list[str], text: str, path: str) -> Any:
+  fields: Mapping[str, Any] = typing.get_type_hints(type(node))
+  name, rest = names[0], names[1:]
+  hint = pick(fields, name, f"--set name in {path!r}:")
+  if rest:
+    child = getattr(node, name)
+    if not dataclasses.is_dataclass(child):
+      raise ValueError(f"--set {path!r}: {name} has no parts")
+    value = _replace(child, rest, text, path)
+  else:
+    value = _parse(hint, text, path)
+  return dataclasses.replace(node, **{name: value})
+
+
+def _parse(hint: Any, text: str, path: str) -> Any:
+  if typing.get_origin(hint) is tuple and text[:1] not in "([":
+    text = f"({text},)" if text else "()"
+  candidates = [text]
+  try:
+    candidates.insert(0, ast.literal_eval(text))
+  except (ValueError, SyntaxError):
+    if typing.get_origin(hint) is tuple:  # names without quotes: a,b
+      candidates.insert(0, [part.strip() for part in text.strip("(),").split(",")])
+  for candidate in candidates:
+    try:
+      return from_plain(hint, candidate)
+    except (TypeError, AttributeError):
+      continue
+  raise ValueError(f"--set {path}={text}: not a value of type {_type_name(hint)}")
+
+
+def _type_name(hint: Any) -> str:
+  return hint.__name__ if isinstance(hint, type) else str(hint)

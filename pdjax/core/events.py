@@ -1,0 +1,130 @@
+"""What happened. One record per step or state change; token times are derived from the steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Iterable, Iterator
+
+from pdjax.core.plain import from_plain, to_plain
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Arrived:
+  """A request entered a pool's queue. `time_s` is when it was due, not when the loop saw it."""
+
+  time_s: float
+  request_id: int
+  pool: str | None  # None: refused
+  num_prompt_tokens: int
+  max_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+  """One forward of one pool. All its tokens exist at `end_s`.
+
+  `start_s` is when the device could begin: the later of its submission and the end of the step
+  before it. `emitted_ids` are the requests that got a token, `token_ids` the tokens, in parallel.
+  """
+
+  pool: str
+  step_id: int
+  kind: str  # prefill, decode, mixed
+  start_s: float
+  end_s: float
+  prefill_ids: tuple[int, ...]
+  prefill_starts: tuple[int, ...]
+  prefill_tokens: tuple[int, ...]
+  decode_ids: tuple[int, ...]
+  decode_positions: tuple[int, ...]
+  emitted_ids: tuple[int, ...]
+  token_ids: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Preempted:
+  """A request lost its pages and will be recomputed."""
+
+  time_s: float
+  request_id: int
+  pool: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Copied:
+  """A KV cache went from a prefill pool to a decode pool between `start_s` and `end_s`."""
+
+  request_id: int
+  source: str
+  target: str
+  start_s: float
+  end_s: float
+  num_tokens: int
+  num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+  """A request has all its tokens. `reason`: `length` or `stop`."""
+
+  time_s: float
+  request_id: int
+  pool: str
+  reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+  """A request ended without all its tokens: refused, broken or cancelled; a miss in attainment."""
+
+  time_s: float
+  request_id: int
+  pool: str | None
+  reason: str
+
+
+Event = Arrived | Step | Preempted | Copied | Finished | Failed
+_KINDS = {cls.__name__.lower(): cls for cls in (Arrived, Step, Preempted, Copied, Finished, Failed)}
+
+
+class EventLog:
+  """Append-only history of a run, in the order in which things were noticed."""
+
+  def __init__(self, events: Iterable[Event] = ()):
+    self._events: list[Event] = list(events)
+
+  def append(self, event: Event) -> None:
+    self._events.append(event)
+
+  def __iter__(self) -> Iterator[Event]:
+    return iter(self._events)
+
+  def __len__(self) -> int:
+    return len(self._events)
+
+
+def write_events(path: pathlib.Path, log: Iterable[Event]) -> None:
+  """Writes one JSON object a line, `event` first."""
+  with open(path, "w") as file:
+    for event in log:
+      record = {"event": type(event).__name__.lower(), **to_plain(event)}
+      file.write(json.dumps(record, separators=(",", ":")) + "\n")
+
+
+def read_events(path: pathlib.Path) -> EventLog:
+  """Reads what `write_events` wrote.
+
+  Raises:
+    ValueError: a line that is no event, with file and line number.
+  """
+  log = EventLog()
+  with open(path) as file:
+    for number, line in enumerate(file, 1):
+      try:
+        record = json.loads(line)
+        log.append(from_plain(_KINDS[record.pop("event")], record))
+      except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path}:{number}: not a pdjax event ({error})") from error
+  return log

@@ -1,0 +1,73 @@
+"""The progress of one request. Mutable; owned by exactly one scheduler or by the hand-off queue."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pdjax.core.request import Request
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Sequence:
+  """Counts tokens; knows no phase.
+
+  With plans in flight `num_scheduled_tokens` runs ahead of `num_computed_tokens`, and tokens being
+  sampled (`num_pending_tokens`) count as known, so that the next plan can be made at once.
+
+    0 ........ num_computed ........ num_scheduled ........ num_tokens
+      K/V in cache        plans in flight        not yet planned
+  """
+
+  request: Request
+  output_ids: list[int] = dataclasses.field(default_factory=list)
+  num_computed_tokens: int = 0
+  num_scheduled_tokens: int = 0
+  num_pending_tokens: int = 0
+  num_prefill_tokens: int = 0  # known to the host when it got its row: these are not decodes
+  row: int | None = None
+  generation: int = 0  # raised when the row is lost: results of older generations are ignored
+  num_preemptions: int = 0
+
+  def __post_init__(self):
+    self.num_prefill_tokens = self.request.num_prompt_tokens
+
+  @property
+  def request_id(self) -> int:
+    return self.request.request_id
+
+  @property
+  def num_tokens(self) -> int:
+    return self.request.num_prompt_tokens + len(self.output_ids) + self.num_pending_tokens
+
+  @property
+  def num_unscheduled_tokens(self) -> int:
+    """Tokens that the next plan may compute; 0 once the last token is computed or in flight."""
+    if len(self.output_ids) + self.num_pending_tokens >= self.request.sampling.max_tokens:
+      return 0
+    return self.num_tokens - self.num_scheduled_tokens
+
+  @property
+  def is_decoding(self) -> bool:
+    """Whether the next slice is a decode: its token id lives on the device, not on the host.
+
+    Says nothing about lengths: the last chunk of a prompt may be one token and is still prefill,
+    and after a preemption generated tokens are recomputed as prefill.
+    """
+    return self.num_scheduled_tokens >= self.num_prefill_tokens
+
+  def known_ids(self, start: int, end: int) -> tuple[int, ...] | None:
+    """Token ids of positions [start, end), or None where the prompt is only a length."""
+    prompt = self.request.prompt_ids
+    if prompt is None:
+      return None
+    num_prompt = len(prompt)
+    if end <= num_prompt:
+      return prompt[start:end]
+    return prompt[start:] + tuple(self.output_ids[max(0, start - num_prompt) : end - num_prompt])
+
+  def lose_row(self) -> None:
+    """Forgets what was computed and scheduled: everything known is prefill again."""
+    self.row = None
+    self.generation += 1
+    self.num_computed_tokens = self.num_scheduled_tokens = self.num_pending_tokens = 0
+    self.num_prefill_tokens = self.num_tokens

@@ -1,0 +1,148 @@
+"""A plan as arrays: the only place that builds device inputs. Numpy on the host."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from pdjax.core.plan import PageUpdates, Slice, StepPlan
+from pdjax.core.request import SamplingParams
+from pdjax.engine.buckets import Buckets, pick_bucket
+from pdjax.models.attention import tile_of
+from pdjax.models.sampling import Sampling
+
+
+class PrefillInputs(NamedTuple):
+  """The prefill part of a step, each slice padded to whole tiles of one row."""
+
+  tokens: np.ndarray  # [T] int32
+  positions: np.ndarray  # [T] int32, -1 is padding
+  tables: np.ndarray  # [T / tile, pages_per_row] int32
+  num_tiles: np.ndarray  # [] int32, tiles in use
+  # One entry for each slice that emits a token, padded to one a tile:
+  emit_index: np.ndarray  # [E] int32, where in T its last token is
+  emit_row: np.ndarray  # [E] int32, num_rows is padding
+  emit_position: np.ndarray  # [E] int32, position of the new token
+  sampling: Sampling  # arrays [E]
+
+
+class DecodeInputs(NamedTuple):
+  """The decode part of a step: one token a row, ids from `last_token` on the device."""
+
+  rows: np.ndarray  # [B] int32, num_rows is padding
+  positions: np.ndarray  # [B] int32, -1 is padding
+  tables: np.ndarray  # [B, pages_per_row] int32
+  sampling: Sampling  # arrays [B]
+
+
+class RowState:
+  """What the host knows of every row of a pool: its page table and how it samples.
+
+  Every array given out is a fresh copy: JAX may alias host memory on CPU, and the tables change
+  while steps are in flight.
+  """
+
+  def __init__(self, num_rows: int, pages_per_row: int, num_pages: int, vocab_size: int):
+    self.num_rows, self.vocab_size = num_rows, vocab_size
+    # One spare row stands for padding: pages out of range, greedy.
+    self.tables = np.full((num_rows + 1, pages_per_row), num_pages, np.int32)
+    self.temperature = np.zeros(num_rows + 1, np.float32)
+    self.top_k = np.full(num_rows + 1, vocab_size, np.int32)
+    self.top_p = np.ones(num_rows + 1, np.float32)
+    self.seed = np.zeros(num_rows + 1, np.uint32)
+
+  def update_pages(self, updates: PageUpdates) -> None:
+    if updates.rows:
+      self.tables[updates.rows, updates.indices] = updates.page_ids
+
+  def seat(self, row: int, request_id: int, sampling: SamplingParams) -> None:
+    """A request begins in `row`."""
+    self.temperature[row] = sampling.temperature
+    self.top_k[row] = min(sampling.top_k or self.vocab_size, self.vocab_size)
+    self.top_p[row] = sampling.top_p
+    self.seed[row] = (request_id if sampling.seed is None else sampling.seed) & 0xFFFFFFFF
+
+  def sampling(self, rows: np.ndarray) -> Sampling:
+    return Sampling(
+      temperature=self.temperature[rows],
+      top_k=self.top_k[rows],
+      top_p=self.top_p[rows],
+      seed=self.seed[rows],
+    )
+
+
+def prefill_inputs(slices: tuple[Slice, ...], num_padded: int, rows: RowState) -> PrefillInputs:
+  """Lays slices out one after another, each from a tile border on."""
+  tile = tile_of(num_padded)
+  num_tiles = num_padded // tile
+  tokens = np.zeros(num_padded, np.int32)
+  positions = np.full(num_padded, -1, np.int32)
+  tile_rows = np.full(num_tiles, rows.num_rows, np.int32)
+  emit_index = np.zeros(num_tiles, np.int32)
+  emit_row = np.full(num_tiles, rows.num_rows, np.int32)
+  emit_position = np.zeros(num_tiles, np.int32)
+  at, num_emits = 0, 0
+  for s in slices:
+    end = at + s.num_tokens
+    tokens[at:end] = s.token_ids
+    positions[at:end] = range(s.start, s.start + s.num_tokens)
+    next_at = -(-end // tile) * tile
+    tile_rows[at // tile : next_at // tile] = s.row
+    if s.emits_token:
+      emit_index[num_emits] = end - 1
+      emit_row[num_emits] = s.row
+      emit_position[num_emits] = s.start + s.num_tokens
+      num_emits += 1
+    at = next_at
+  return PrefillInputs(
+    tokens=tokens,
+    positions=positions,
+    tables=rows.tables[tile_rows],
+    num_tiles=np.int32(at // tile),
+    emit_index=emit_index,
+    emit_row=emit_row,
+    emit_position=emit_position,
+    sampling=rows.sampling(emit_row),
+  )
+
+
+def decode_inputs(plan: StepPlan, num_padded: int, rows: RowState) -> DecodeInputs:
+  padded_rows = np.full(num_padded, rows.num_rows, np.int32)
+  positions = np.full(num_padded, -1, np.int32)
+  n = len(plan.decodes)
+  padded_rows[:n] = plan.decodes.rows
+  positions[:n] = plan.decodes.positions
+  return DecodeInputs(
+    rows=padded_rows,
+    positions=positions,
+    tables=rows.tables[padded_rows],
+    sampling=rows.sampling(padded_rows),
+  )
+
+
+def padded_prefill_tokens(slices: tuple[Slice, ...], buckets: tuple[int, ...]) -> int:
+  """The smallest bucket that holds every slice padded to its tiles."""
+  for bucket in buckets:
+    tile = tile_of(bucket)
+    if sum(-(-s.num_tokens // tile) for s in slices) * tile <= bucket:
+      return bucket
+  tokens = [s.num_tokens for s in slices]
+  raise ValueError(f"prefill slices of {tokens} tokens do not fit the largest bucket {buckets[-1]}")
+
+
+def step_inputs(
+  plan: StepPlan, buckets: Buckets, rows: RowState
+) -> tuple[PrefillInputs | None, DecodeInputs | None]:
+  """The arrays of a plan: prefill part, decode part, None where it has none. Updates `rows`."""
+  rows.update_pages(plan.page_updates)
+  for s in plan.prefills:
+    rows.seat(s.row, s.request_id, s.sampling)
+  prefill = decode = None
+  if plan.prefills:
+    sizes = buckets.mixed if len(plan.decodes) else buckets.prefill
+    prefill = prefill_inputs(plan.prefills, padded_prefill_tokens(plan.prefills, sizes), rows)
+  if len(plan.decodes):
+    num_rows = rows.num_rows if plan.prefills else pick_bucket(buckets.rows, len(plan.decodes))
+    decode = decode_inputs(plan, num_rows, rows)
+  return prefill, decode

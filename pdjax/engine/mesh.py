@@ -1,0 +1,36 @@
+"""Device groups: a pool is a mesh of its own devices."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+
+def ensure_devices(num_devices: int) -> list[jax.Device]:
+  """The first `num_devices` devices. Splits the CPU into that many where JAX has not started yet.
+
+  Raises:
+    ValueError: fewer devices exist than asked for.
+  """
+  # Only the CPU can be split, and only before the first use of JAX in this process. (That JAX has
+  # started already is a RuntimeError here, and no reason to fail if it has devices enough.)
+  try:
+    jax.config.update("jax_num_cpu_devices", num_devices)
+  except RuntimeError:
+    pass
+  devices = jax.devices()
+  if len(devices) < num_devices:
+    raise ValueError(
+      f"{num_devices} devices asked for, but JAX sees {len(devices)} {devices[0].platform} "
+      f"device(s); ask for fewer devices, or start a fresh process"
+    )
+  return devices[:num_devices]
+
+
+def make_mesh(devices: list[jax.Device]) -> jax.sharding.Mesh:
+  """A pool's mesh: its devices along the axis `tensor`."""
+  return jax.sharding.Mesh(np.array(devices), ("tensor",))
+
+
+def replicated(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
+  return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

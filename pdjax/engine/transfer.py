@@ -1,0 +1,40 @@
+"""The hand-off of KV pages between meshes: gather -> `jax.device_put` -> scatter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+
+
+class TransferTicket:
+  """Pieces on their way to a mesh. Inserts them into the target cache as soon as they are there.
+
+  Not before: the cache is threaded through the target's steps, so a scatter submitted early would
+  hold up every step behind the copy. `jax.device_put` with `donate=True` between meshes crashes
+  (jax 0.10 to 0.12), so the source is freed by dropping the reference.
+  """
+
+  finish_s = None
+
+  def __init__(self, pieces: jax.Array, sharding: jax.sharding.Sharding, insert: Callable):
+    self._moved = jax.device_put(pieces, sharding)
+    self._insert = insert
+    self._error: Exception | None = None
+
+  def is_ready(self) -> bool:
+    if self._moved is None:
+      return True
+    if not self._moved.is_ready():
+      return False
+    moved, self._moved = self._moved, None
+    try:
+      moved.block_until_ready()  # ready is not success: a failed copy raises here
+      self._insert(moved)
+    except Exception as error:
+      self._error = error
+    return True
+
+  def result(self) -> None:
+    if self._error is not None:
+      raise self._error

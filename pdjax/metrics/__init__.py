@@ -1,0 +1,1 @@
+"""What a run did, as pure functions of its event log."""

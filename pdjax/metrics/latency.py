@@ -1,0 +1,328 @@
+"""How long requests took. Changes nothing: pure functions of the event log.
+
+The record of a request holds time stamps alone; every duration is a difference of two of them, so
+no two numbers can tell different stories. Failed and unfinished requests have records too.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from pdjax.core.events import Arrived, Copied, Event, Failed, Finished, Preempted, Step
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+  """What happened to one request. Absent stamps are None: it did not come that far.
+
+  `token_s[i]` is the end of the step that emitted `token_ids[i]`: n is the number of tokens that
+  came, never the number asked for. `finish_s`, `failed_s` both None: the log ended before it did.
+  A request refused before any pool took it arrived when it failed, and its lengths are unknown.
+
+  Raises:
+    ValueError: a request that both finished and failed, or finished without a token.
+  """
+
+  request_id: int
+  arrival_s: float
+  num_prompt_tokens: int | None
+  max_tokens: int | None
+  first_scheduled_s: float | None = None  # start of the first step that computed a part of it
+  token_s: tuple[float, ...] = ()
+  token_ids: tuple[int, ...] = ()
+  finish_s: float | None = None
+  finish_reason: str | None = None
+  failed_s: float | None = None
+  failed_reason: str | None = None
+  copy_start_s: float | None = None
+  copy_end_s: float | None = None
+  copy_bytes: int | None = None
+  num_preemptions: int = 0
+  pools: tuple[str, ...] = ()  # in the order of the visits
+
+  def __post_init__(self):
+    if self.finish_s is not None and self.failed_s is not None:
+      raise ValueError(
+        f"request {self.request_id} finished at {self.finish_s} s and failed at {self.failed_s} s"
+      )
+    if self.finish_s is not None and not self.token_s:
+      raise ValueError(f"request {self.request_id} finished at {self.finish_s} s without a token")
+
+  @property
+  def outcome(self) -> str:
+    """`finished`, `failed` or `unfinished`."""
+    if self.failed_s is not None:
+      return "failed"
+    return "unfinished" if self.finish_s is None else "finished"
+
+  @property
+  def ttft_s(self) -> float | None:
+    """First token - arrival, queueing included."""
+    return self.token_s[0] - self.arrival_s if self.token_s else None
+
+  @property
+  def itl_s(self) -> tuple[float, ...]:
+    """The n - 1 gaps between consecutive tokens: time to the first token is none of them."""
+    return tuple(b - a for a, b in zip(self.token_s, self.token_s[1:]))
+
+  @property
+  def tpot_s(self) -> float | None:
+    """(last - first) / (n - 1); None for n < 2."""
+    n = len(self.token_s)
+    return (self.token_s[-1] - self.token_s[0]) / (n - 1) if n > 1 else None
+
+  @property
+  def e2e_s(self) -> float | None:
+    return None if self.finish_s is None else self.finish_s - self.arrival_s
+
+  @property
+  def prefill_s(self) -> float | None:
+    """First token - first scheduled; a preemption in between is part of it."""
+    if not self.token_s or self.first_scheduled_s is None:
+      return None
+    return self.token_s[0] - self.first_scheduled_s
+
+  @property
+  def copy_s(self) -> float | None:
+    return None if self.copy_end_s is None else self.copy_end_s - self.copy_start_s
+
+
+def request_records(log: Iterable[Event]) -> dict[int, RequestRecord]:
+  """One record per request, in order of first mention. Does not change the log.
+
+  Should a request be copied more than once, the last copy is its copy and bytes add up.
+
+  Raises:
+    ValueError: an event of a request that never arrived.
+  """
+  drafts: dict[int, dict] = {}
+
+  def draft(request_id: int, pool: str | None, event: Event) -> dict:
+    if request_id not in drafts:
+      raise ValueError(f"request {request_id} never arrived, but: {event}")
+    found = drafts[request_id]
+    if pool is not None and pool not in found["pools"]:
+      found["pools"].append(pool)
+    return found
+
+  def new_draft(event: Arrived | Failed, num_prompt_tokens: int | None, max_tokens: int | None):
+    drafts.setdefault(
+      event.request_id,
+      dict(
+        arrival_s=event.time_s,
+        num_prompt_tokens=num_prompt_tokens,
+        max_tokens=max_tokens,
+        token_s=[],
+        token_ids=[],
+        num_preemptions=0,
+        pools=[],
+      ),
+    )
+
+  for event in log:
+    match event:
+      case Step():
+        for request_id in (*event.prefill_ids, *event.decode_ids):
+          draft(request_id, event.pool, event).setdefault("first_scheduled_s", event.start_s)
+        for request_id, token_id in zip(event.emitted_ids, event.token_ids, strict=True):
+          found = draft(request_id, event.pool, event)
+          found["token_s"].append(event.end_s)
+          found["token_ids"].append(token_id)
+      case Arrived():
+        new_draft(event, event.num_prompt_tokens, event.max_tokens)
+        draft(event.request_id, event.pool, event)
+      case Preempted():
+        draft(event.request_id, event.pool, event)["num_preemptions"] += 1
+      case Copied():
+        found = draft(event.request_id, event.target, event)
+        found["copy_start_s"], found["copy_end_s"] = event.start_s, event.end_s
+        found["copy_bytes"] = found.get("copy_bytes", 0) + event.num_bytes
+      case Finished():
+        found = draft(event.request_id, event.pool, event)
+        found["finish_s"], found["finish_reason"] = event.time_s, event.reason
+      case Failed():
+        new_draft(event, None, None)
+        found = draft(event.request_id, event.pool, event)
+        found["failed_s"], found["failed_reason"] = event.time_s, event.reason
+  return {
+    request_id: RequestRecord(
+      request_id=request_id,
+      **{key: tuple(item) if isinstance(item, list) else item for key, item in found.items()},
+    )
+    for request_id, found in drafts.items()
+  }
+
+
+def outcomes(records: Mapping[int, RequestRecord]) -> dict[str, int]:
+  """How many requests finished, failed, and were unfinished when the log ended."""
+  counts = {"finished": 0, "failed": 0, "unfinished": 0}
+  for record in records.values():
+    counts[record.outcome] += 1
+  return counts
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Phases:
+  """The five parts of a request's time. They sum to its end-to-end time exactly, with `==`."""
+
+  queue_s: float  # arrival to the start of its first step
+  prefill_s: float  # to its first token
+  handoff_wait_s: float  # to the start of its copy: the decode pool had no room
+  copy_s: float
+  decode_s: float  # to its end
+
+  @property
+  def total_s(self) -> float:
+    # Exact: stamps are multiples of 2**-30 s, so differences and sums need no rounding.
+    return self.queue_s + self.prefill_s + self.handoff_wait_s + self.copy_s + self.decode_s
+
+
+def phases(record: RequestRecord) -> Phases | None:
+  """The phases of a finished request; None for one that failed or is unfinished."""
+  if record.finish_s is None:
+    return None
+  first_s = record.token_s[0]
+  copied = record.copy_end_s is not None
+  return Phases(
+    queue_s=record.first_scheduled_s - record.arrival_s,
+    prefill_s=record.prefill_s,
+    handoff_wait_s=record.copy_start_s - first_s if copied else 0.0,
+    copy_s=record.copy_s if copied else 0.0,
+    decode_s=record.finish_s - (record.copy_end_s if copied else first_s),
+  )
+
+
+def mean_phases(records: Mapping[int, RequestRecord]) -> Phases | None:
+  """The mean of each phase over finished requests; None where none finished."""
+  parts = [p for p in map(phases, records.values()) if p is not None]
+  if not parts:
+    return None
+  return Phases(
+    **{f.name: statistics.fmean(getattr(p, f.name) for p in parts)
+       for f in dataclasses.fields(Phases)}
+  )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+  """A sample in six numbers. All but `n` are None where it is empty: nothing is not zero."""
+
+  n: int
+  mean: float | None
+  p50: float | None
+  p90: float | None
+  p99: float | None
+  max: float | None
+
+
+def percentile(values: Sequence[float], q: float) -> float | None:
+  """Linear interpolation between the two nearest ranks, numpy's default; None without values."""
+  return float(np.percentile(values, q)) if len(values) else None
+
+
+def percentiles(values: Sequence[float]) -> Summary:
+  """The summary of a sample, percentiles by linear interpolation as in `percentile`."""
+  return Summary(
+    n=len(values),
+    mean=float(np.mean(values)) if len(values) else None,
+    p50=percentile(values, 50),
+    p90=percentile(values, 90),
+    p99=percentile(values, 99),
+    max=float(max(values)) if len(values) else None,
+  )
+
+
+def enough(n: int, q: float) -> bool:
+  """Whether n values can tell their q-th percentile from their maximum: n >= 1 / (1 - q / 100)."""
+  return round(n * (100 - q), 6) >= 100  # rounded: 100 - 99.9 is a little under 0.1
+
+
+def format_ms(value_s: float | None, *, n: int, q: float) -> str:
+  """A percentile for a person: `12.3 ms`, `12.3 ms (n=40!)` where n is too small, or `n/a`."""
+  if value_s is None:
+    return "n/a"
+  text = f"{value_s * 1e3:.1f} ms"
+  return text if enough(n, q) else f"{text} (n={n}!)"
+
+
+def ttfts_s(records: Mapping[int, RequestRecord]) -> list[float]:
+  """The TTFT of every request that got a token, whatever became of it."""
+  return [r.ttft_s for r in records.values() if r.ttft_s is not None]
+
+
+def tpots_s(records: Mapping[int, RequestRecord]) -> list[float]:
+  """The TPOT of every request with two tokens or more."""
+  return [r.tpot_s for r in records.values() if r.tpot_s is not None]
+
+
+def itls_s(records: Mapping[int, RequestRecord]) -> list[float]:
+  """The gaps of all requests, pooled."""
+  return [gap_s for r in records.values() for gap_s in r.itl_s]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Interference:
+  """The longest gap between two tokens of a request while a long prompt shared its pool."""
+
+  pool: str
+  request_id: int
+  gap_s: float
+  prompt_id: int
+  prompt_tokens: int
+
+
+def interference(log: Iterable[Event], *, long_tokens: int | None = None) -> Interference | None:
+  """The longest gap of a running request that overlapped the prefill of another's long prompt.
+
+  A gap belongs to the pool that emitted its second token, and overlaps a step of that pool when
+  some time lies in both. Of several long prompts in the gap the longest is named. `long_tokens`
+  None takes 4 x the median prompt of the log. None is the answer where no gap overlapped.
+  """
+  log = list(log)
+  prompt_tokens = {e.request_id: e.num_prompt_tokens for e in log if isinstance(e, Arrived)}
+  if long_tokens is None:
+    long_tokens = 4 * statistics.median(prompt_tokens.values()) if prompt_tokens else 0
+  steps: dict[str, list[Step]] = {}
+  long_steps: dict[str, list[tuple[Step, list[int]]]] = {}
+  for step in log:
+    if isinstance(step, Step):
+      steps.setdefault(step.pool, []).append(step)
+      ids = [i for i in step.prefill_ids if prompt_tokens[i] >= long_tokens]
+      if ids:
+        long_steps.setdefault(step.pool, []).append((step, ids))
+
+  def longest_prompt_within(pool: str, start_s: float, end_s: float, request_id: int) -> int | None:
+    # The steps of a pool follow each other, so they are sorted by both stamps.
+    found = []
+    candidates = long_steps.get(pool, [])
+    for step, ids in candidates[
+      bisect.bisect_right(candidates, start_s, key=lambda c: c[0].end_s) :
+    ]:
+      if step.start_s >= end_s:
+        break
+      found += [i for i in ids if i != request_id]
+    return max(found, key=lambda i: prompt_tokens[i], default=None)
+
+  worst: Interference | None = None
+  last_token_s: dict[int, float] = {}
+  for step in (e for e in log if isinstance(e, Step)):
+    for request_id in step.emitted_ids:
+      start_s = last_token_s.get(request_id, step.end_s)
+      last_token_s[request_id] = step.end_s
+      if step.end_s - start_s <= (worst.gap_s if worst else 0):
+        continue
+      prompt_id = longest_prompt_within(step.pool, start_s, step.end_s, request_id)
+      if prompt_id is not None:
+        worst = Interference(
+          pool=step.pool,
+          request_id=request_id,
+          gap_s=step.end_s - start_s,
+          prompt_id=prompt_id,
+          prompt_tokens=prompt_tokens[prompt_id],
+        )
+  return worst

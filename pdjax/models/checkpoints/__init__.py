@@ -1,0 +1,1 @@
+"""Checkpoints: files to named float32 arrays, one module per format."""

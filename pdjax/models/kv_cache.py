@@ -1,0 +1,196 @@
+"""Where K and V lie in memory. Only this file knows it.
+
+A cache is a tuple with one (k, v) pair per layer, each array `[outer, K, inner, h]`:
+
+    slots   outer = row    inner = max_len      page i of row r has id r * pages_per_row + i
+    paged   outer = page   inner = page_size    pages anywhere
+
+Slots is paged with several pages side by side in one outer entry, so both go through the same page
+ids: page p lies in entry p // pages_per_outer. Heads come before positions, so that the keys of
+one head are contiguous. Page tables are int32 `[B, P]` with P = pages_per_row; unused entries hold
+`num_pages`, which is out of range: writes to it are dropped, reads from it are masked by the
+caller.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+LayerCache = tuple[jax.Array, jax.Array]  # k, v: [outer, K, inner, h]
+Cache = tuple[LayerCache, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KVLayout:
+  """The shape of a pool's cache.
+
+  Raises:
+    ValueError: an unknown kind, a size below 1, or slots whose pages are not exactly its rows.
+  """
+
+  kind: str  # slots, paged
+  num_layers: int
+  num_kv_heads: int
+  head_dim: int
+  dtype: str
+  num_rows: int
+  page_size: int
+  pages_per_row: int
+  num_pages: int
+
+  def __post_init__(self):
+    if self.kind not in ("slots", "paged"):
+      raise ValueError(f"kind={self.kind!r} must be 'slots' or 'paged'")
+    for field in ("num_layers", "num_kv_heads", "head_dim", "num_rows", "page_size",
+                  "pages_per_row", "num_pages"):  # fmt: skip
+      if getattr(self, field) < 1:
+        raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
+    if self.kind == "slots" and self.num_pages != self.num_rows * self.pages_per_row:
+      raise ValueError(
+        f"num_pages={self.num_pages} must be num_rows={self.num_rows} * "
+        f"pages_per_row={self.pages_per_row} in slots"
+      )
+
+  @property
+  def max_len(self) -> int:
+    return self.page_size * self.pages_per_row
+
+  @property
+  def pages_per_outer(self) -> int:
+    return self.pages_per_row if self.kind == "slots" else 1
+
+  @property
+  def shape(self) -> tuple[int, int, int, int]:
+    """[outer, K, inner, h] of each array."""
+    outer = self.num_pages // self.pages_per_outer
+    return outer, self.num_kv_heads, self.pages_per_outer * self.page_size, self.head_dim
+
+  @property
+  def num_bytes(self) -> int:
+    outer, num_kv_heads, inner, head_dim = self.shape
+    num_values = 2 * self.num_layers * outer * num_kv_heads * inner * head_dim
+    return num_values * jnp.dtype(self.dtype).itemsize
+
+
+def init_cache(
+  layout: KVLayout, sharding: jax.sharding.Sharding | jax.Device | None = None
+) -> Cache:
+  """A new cache of zeros on `sharding`."""
+
+  def zeros():
+    return jnp.zeros(layout.shape, layout.dtype, device=sharding)
+
+  return tuple((zeros(), zeros()) for _ in range(layout.num_layers))
+
+
+def locate(
+  layout: KVLayout,
+  tables: jax.Array,  # [B, P]
+  positions: jax.Array,  # [B, t], -1 for padding
+) -> tuple[jax.Array, jax.Array]:
+  """Where positions lie: (outer, inner), each [B, t]. Padding gets an outer out of range."""
+  index = jnp.maximum(positions, 0) // layout.page_size
+  pages = jnp.take_along_axis(tables, index, axis=1, mode="fill", fill_value=layout.num_pages)
+  pages = jnp.where(positions < 0, layout.num_pages, pages)
+  inner = pages % layout.pages_per_outer * layout.page_size + positions % layout.page_size
+  return pages // layout.pages_per_outer, inner
+
+
+def write(
+  layer_cache: LayerCache,
+  outer: jax.Array,  # [T]
+  inner: jax.Array,  # [T]
+  k: jax.Array,  # [T, K, h]
+  v: jax.Array,  # [T, K, h]
+) -> LayerCache:
+  """Writes K and V of T tokens; in place if `layer_cache` is donated."""
+  k_cache, v_cache = layer_cache
+  return (
+    k_cache.at[outer, :, inner].set(k.astype(k_cache.dtype), mode="drop"),
+    v_cache.at[outer, :, inner].set(v.astype(v_cache.dtype), mode="drop"),
+  )
+
+
+def fetch_block(
+  layout: KVLayout,
+  layer_cache: LayerCache,
+  tables: jax.Array,  # [B, P]
+  start: jax.Array,  # [], a multiple of page_size, at most max_len - block_size
+  block_size: int,  # a multiple of page_size
+) -> LayerCache:
+  """K and V [B, K, block_size, h] of positions start, start + 1, ... of each row.
+
+  Places without a page hold anything.
+  """
+  _, num_kv_heads, _, head_dim = layout.shape
+  if layout.kind == "slots":
+    rows = tables[:, 0] // layout.pages_per_outer
+
+    def fetch_row(x, row):
+      return lax.dynamic_slice(x, (row, 0, start, 0), (1, num_kv_heads, block_size, head_dim))[0]
+
+    k, v = (jax.vmap(fetch_row, (None, 0))(x, rows) for x in layer_cache)
+    return k, v
+  num_tables, _ = tables.shape
+  num_pages = block_size // layout.page_size
+  pages = lax.dynamic_slice_in_dim(tables, start // layout.page_size, num_pages, axis=1)
+  k, v = (
+    x.at[pages]
+    .get(mode="clip")  # [B, pages, K, page_size, h]
+    .transpose(0, 2, 1, 3, 4)
+    .reshape(num_tables, num_kv_heads, block_size, head_dim)
+    for x in layer_cache
+  )
+  return k, v
+
+
+def _by_page(layout: KVLayout, x: jax.Array) -> jax.Array:
+  """[outer, K, inner, h] as [outer, K, pages_per_outer, page_size, h]; moves nothing."""
+  outer, num_kv_heads, _, head_dim = layout.shape
+  return x.reshape(outer, num_kv_heads, layout.pages_per_outer, layout.page_size, head_dim)
+
+
+def gather(
+  layout: KVLayout,
+  cache: Cache,
+  pages: jax.Array,  # [n], padded with num_pages
+) -> jax.Array:
+  """The pages of one sequence as one array [2, L, K, n * page_size, h], for a hand-off.
+
+  Pieces do not depend on the kind of layout. Those of padding hold anything.
+  """
+  (num_pages,) = pages.shape
+  _, num_kv_heads, _, head_dim = layout.shape
+
+  def take(x):
+    outer, index = pages // layout.pages_per_outer, pages % layout.pages_per_outer
+    found = _by_page(layout, x).at[outer, :, index].get(mode="clip")  # [n, K, page_size, h]
+    found = found.transpose(1, 0, 2, 3)
+    return found.reshape(num_kv_heads, num_pages * layout.page_size, head_dim)
+
+  return jnp.stack([jnp.stack([take(layer[i]) for layer in cache]) for i in range(2)])
+
+
+def scatter(
+  layout: KVLayout,
+  cache: Cache,
+  pages: jax.Array,  # [n], padded with num_pages
+  pieces: jax.Array,  # [2, L, K, n * page_size, h]
+) -> Cache:
+  """Writes what `gather` gave to other pages; in place if `cache` is donated. Drops padding."""
+  (num_pages,) = pages.shape
+  _, num_kv_heads, _, head_dim = layout.shape
+  pieces = pieces.reshape(2, -1, num_kv_heads, num_pages, layout.page_size, head_dim)
+
+  def put(x, piece):
+    outer, index = pages // layout.pages_per_outer, pages % layout.pages_per_outer
+    piece = piece.transpose(1, 0, 2, 3)  # [n, K, page_size, h]
+    return _by_page(layout, x).at[outer, :, index].set(piece, mode="drop").reshape(x.shape)
+
+  return tuple(
+    (put(k, pieces[0, layer]), put(v, pieces[1, layer])) for layer, (k, v) in enumerate(cache)
+  )

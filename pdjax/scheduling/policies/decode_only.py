@@ -1,0 +1,7 @@
+from pdjax.scheduling.scheduler import StepBuilder
+
+
+def decode_only(step: StepBuilder) -> None:
+  """The decode pool: one token of every sequence. Its pages were reserved at the hand-off."""
+  for seq in step.decoding:
+    step.advance(seq)

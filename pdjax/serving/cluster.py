@@ -1,0 +1,102 @@
+"""Pools, and the sequences between them."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence as Seq
+
+from pdjax.core.clock import Ticket
+from pdjax.core.plan import StepPlan
+from pdjax.core.request import Request
+from pdjax.core.sequence import Sequence
+from pdjax.scheduling.routing import Router, least_outstanding_tokens
+from pdjax.scheduling.scheduler import Scheduler
+from pdjax.serving.executor import Executor, Handle
+
+ROLES = ("mixed", "prefill", "decode")
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Pool:
+  """A device group with one role, its scheduler, and its steps in flight."""
+
+  name: str
+  role: str
+  scheduler: Scheduler
+  executor: Executor
+  in_flight: collections.deque[tuple[StepPlan, Ticket, float]] = dataclasses.field(
+    default_factory=collections.deque
+  )  # plan, ticket, submit time; oldest first
+  last_end_s: float = 0.0
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Transfer:
+  """A KV cache on its way. The sequence owns pages in both pools until it ends."""
+
+  seq: Sequence
+  source: Pool
+  target: Pool
+  target_row: int
+  handle: Handle
+  ticket: Ticket
+  start_s: float
+  is_cancelled: bool = False
+
+
+class Cluster:
+  """All pools of a run: either mixed ones only, or prefill and decode pools.
+
+  Hand-off is pulled (DistServe, section 4.3): a prefilled sequence keeps its pages and waits in
+  `outbox` until a decode pool has reserved room for all it may become. No room is back-pressure.
+
+  Raises:
+    ValueError: roles that cannot serve a request to its end, names used twice, or pools whose page
+      sizes differ, in one message.
+  """
+
+  def __init__(self, pools: Seq[Pool], router: Router = least_outstanding_tokens):
+    self.pools = list(pools)
+    self.router = router
+    self.entry = [p for p in pools if p.role != "decode"]
+    self.decode = [p for p in pools if p.role == "decode"]
+    self.outbox: collections.deque[tuple[Pool, Sequence]] = collections.deque()
+    self.transfers: list[Transfer] = []
+    roles = sorted({p.role for p in pools})
+    if roles not in (["mixed"], ["decode", "prefill"]):
+      raise ValueError(f"pools need roles mixed alone, or prefill and decode; not {roles}")
+    if len({p.name for p in pools}) != len(self.pools):
+      raise ValueError(f"pool names are not unique: {[p.name for p in pools]}")
+    sizes = {p.name: p.scheduler.pages.config.page_size for p in pools}
+    if len(set(sizes.values())) != 1:
+      raise ValueError(f"pools exchange pages, so their page sizes must be equal: {sizes}")
+
+  def refusal(self, request: Request) -> str | None:
+    """Why `request` can never be served here, or None."""
+    for pool in self.pools:
+      vocab_size = pool.executor.vocab_size
+      if request.prompt_ids is not None and vocab_size is not None:
+        lowest, highest = min(request.prompt_ids), max(request.prompt_ids)
+        if lowest < 0 or highest >= vocab_size:
+          bad = lowest if lowest < 0 else highest
+          return f"token id {bad} is outside the vocabulary [0, {vocab_size})"
+    # Any entry pool may be routed to, and any decode pool may be picked: all must do.
+    hands_off = bool(self.decode) and request.sampling.max_tokens > 1
+    for pool in self.entry + (self.decode if hands_off else []):
+      reason = pool.scheduler.refusal(request, decodes=pool.role != "prefill")
+      if reason is not None:
+        return f"{pool.name}: {reason}"
+    return None
+
+  def route(self, request: Request) -> Pool:
+    return self.entry[self.router([p.scheduler for p in self.entry], request)]
+
+  def reserve(self, seq: Sequence) -> tuple[Pool, int] | None:
+    """A decode pool and a row there with room for prompt + max_tokens - 1 tokens; None: wait."""
+    by_load = sorted(self.decode, key=lambda p: p.scheduler.output_tokens_left)
+    for pool in by_load:
+      row = pool.scheduler.reserve(seq.request.max_cached_tokens)
+      if row is not None:
+        return pool, row
+    return None

@@ -1,0 +1,67 @@
+"""What a pool's device must be able to do. Takes and gives plain data, so it may live elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+from pdjax.core.clock import Ticket
+from pdjax.core.plan import StepPlan
+from pdjax.core.request import SamplingParams
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Handle:
+  """A sequence leaving its pool: what the next pool needs to go on with it.
+
+  `first_token_id` is the token that prefill sampled; it is never computed again. `payload` is the
+  executor's own (device arrays, copied pages, nothing in simulation) and the only part that is not
+  plain data.
+  """
+
+  request_id: int
+  generation: int
+  num_tokens: int  # positions whose K and V are handed over
+  num_bytes: int
+  first_token_id: int
+  sampling: SamplingParams
+  payload: Any = None
+
+
+class Executor(Protocol):
+  """One pool's device. Calls return at once; work happens in the order in which it was submitted.
+
+  `vocab_size` None accepts any token id (a simulation that knows only lengths).
+  """
+
+  vocab_size: int | None
+
+  def submit(self, plan: StepPlan, now_s: float) -> Ticket:
+    """Starts a step. The ticket's result is a `StepResult`."""
+    ...
+
+  def export(
+    self,
+    *,
+    request_id: int,
+    generation: int,
+    row: int,
+    page_ids: tuple[int, ...],
+    num_tokens: int,
+    first_token_id: int,
+    sampling: SamplingParams,
+    now_s: float,
+  ) -> Handle:
+    """Starts to read the pages of one sequence. They may be reused once the import has ended."""
+    ...
+
+  def import_(self, handle: Handle, *, row: int, page_ids: tuple[int, ...], now_s: float) -> Ticket:
+    """Starts to copy an exported sequence into own pages and seats it in `row`.
+
+    Steps submitted after the ticket is ready see it. The ticket's result is None.
+    """
+    ...
+
+  def drop(self, handle: Handle) -> None:
+    """Forgets an export, imported or not."""
+    ...

@@ -1,0 +1,82 @@
+"""An executor in virtual time: durations come from a latency model, tokens are all 0."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from pdjax.core.clock import to_ticks
+from pdjax.core.plan import StepPlan, StepResult
+from pdjax.core.request import SamplingParams
+from pdjax.serving.executor import Handle
+from pdjax.sim.hardware import Link
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SimTicket:
+  """Work whose end is known when it begins. The virtual clock decides when that is reached."""
+
+  finish_s: float
+  value: Any = None
+
+  def is_ready(self) -> bool:
+    return True
+
+  def result(self) -> Any:
+    return self.value
+
+
+class SimExecutor:
+  """One pool's device. Keeps when its last step ends; steps queue, copies run beside them.
+
+  `step_s` is the latency model, `link` the way in from other pools. A copy of n tokens moves
+  n * `kv_bytes_per_token` bytes.
+  """
+
+  vocab_size: int | None = None
+
+  def __init__(self, *, step_s: Callable[[StepPlan], float], link: Link, kv_bytes_per_token: int):
+    self._step_s = step_s
+    self._link = link
+    self._kv_bytes_per_token = kv_bytes_per_token
+    self._busy_until_s = 0.0
+
+  def submit(self, plan: StepPlan, now_s: float) -> SimTicket:
+    num_emitted = sum(s.emits_token for s in plan.prefills) + len(plan.decodes)
+    result = StepResult(token_ids=(0,) * num_emitted)
+    return SimTicket(finish_s=self._step_end_s(plan, now_s), value=result)
+
+  def export(
+    self,
+    *,
+    request_id: int,
+    generation: int,
+    row: int,
+    page_ids: tuple[int, ...],
+    num_tokens: int,
+    first_token_id: int,
+    sampling: SamplingParams,
+    now_s: float,
+  ) -> Handle:
+    return Handle(
+      request_id=request_id,
+      generation=generation,
+      num_tokens=num_tokens,
+      num_bytes=num_tokens * self._kv_bytes_per_token,
+      first_token_id=first_token_id,
+      sampling=sampling,
+    )
+
+  def import_(
+    self, handle: Handle, *, row: int, page_ids: tuple[int, ...], now_s: float
+  ) -> SimTicket:
+    return SimTicket(finish_s=to_ticks(now_s + self._link.copy_s(handle.num_bytes)))
+
+  def drop(self, handle: Handle) -> None:
+    pass  # nothing was kept
+
+  def _step_end_s(self, plan: StepPlan, now_s: float) -> float:
+    start_s = max(now_s, self._busy_until_s)
+    self._busy_until_s = to_ticks(start_s + self._step_s(plan))
+    return self._busy_until_s

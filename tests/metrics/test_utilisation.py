@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from pdjax.core.events import EventLog
+from pdjax.core.model_config import ModelConfig
+from pdjax.metrics.utilisation import pool_usage, span_s, step_work
+
+pytestmark = pytest.mark.quick
+
+TINY = ModelConfig(
+  name="tiny",
+  num_layers=2,
+  d_model=8,
+  num_heads=2,
+  num_kv_heads=1,
+  head_dim=4,
+  d_ff=16,
+  vocab_size=32,
+  max_len=128,
+)
+
+
+def test_busy_share_is_time_in_steps_over_time_of_the_run(handoff_log, mixed_log):
+  usage = pool_usage(handoff_log)
+  assert span_s(handoff_log) == 5.0
+  assert list(usage) == ["p", "d"]
+  assert usage["p"].busy_share == 2.5 / 5
+  assert usage["d"].busy_share == 1.75 / 5
+  assert pool_usage(mixed_log)["m"].busy_share == 6 / 7.5  # idle 0.5 to 1 and 6 to 7
+
+
+def test_tokens_are_counted_by_kind_of_step(mixed_log):
+  kinds = pool_usage(mixed_log)["m"].by_kind
+  assert set(kinds) == {"prefill", "decode", "mixed"}
+  assert kinds["prefill"].num_steps == 3
+  assert kinds["prefill"].tokens_per_step == (12 + 32 + 5) / 3
+  assert (kinds["mixed"].num_prefill_tokens, kinds["mixed"].num_decode_tokens) == (32, 1)
+  assert kinds["decode"].num_tokens == 1
+
+
+def test_kinds_sum_to_the_total(mixed_log):
+  usage = pool_usage(mixed_log, TINY)["m"]
+  for field in ("num_steps", "busy_s", "num_tokens", "flops", "num_bytes"):
+    whole = getattr(usage.total, field)
+    assert whole == sum(getattr(work, field) for work in usage.by_kind.values()) > 0
+
+
+def test_without_a_model_there_are_no_flops(mixed_log):
+  total = pool_usage(mixed_log)["m"].total
+  assert total.flops is total.num_bytes is total.flop_per_byte is None
+  assert total.flops_per_s is total.bytes_per_s is None
+
+
+def test_flops_of_a_decode_are_two_per_weight_and_four_per_cached_value(make_step):
+  work = step_work(make_step("m", 0, 0.0, 0.5, decode=((0, 9),), emits=(0,)), TINY)
+  matmul = 2 * (TINY.num_layers * (TINY.attention_params + TINY.mlp_params) + 32 * 8)
+  attention = 4 * TINY.num_layers * 10 * 8  # 10 tokens in the cache, 2 heads of 4
+  assert matmul + attention <= work.flops < 1.5 * (matmul + attention)  # then the elementwise part
+  assert work.flops_per_s == work.flops / 0.5
+  weights = 2 * matmul / 2
+  assert work.num_bytes > weights
+  half = step_work(make_step("m", 0, 0.0, 0.5, decode=((0, 9),)), TINY, bytes_per_value=1)
+  assert half.num_bytes == work.num_bytes / 2
+
+
+def test_only_the_chunk_that_ends_a_prompt_goes_through_the_lm_head(make_step):
+  chunk = step_work(make_step("m", 0, 0.0, 1.0, prefill=((0, 0, 4),)), TINY)
+  whole = step_work(make_step("m", 0, 0.0, 1.0, prefill=((0, 0, 4),), emits=(0,)), TINY)
+  assert whole.flops - chunk.flops == 2 * TINY.d_model * TINY.vocab_size
+
+
+def test_prefill_does_more_flops_per_byte_than_decode(make_step):
+  wide = dataclasses.replace(TINY, d_model=512, num_heads=8, head_dim=64, d_ff=2048)
+  prefill = step_work(make_step("m", 0, 0.0, 1.0, prefill=((0, 0, 64),), emits=(0,)), wide)
+  decode = step_work(make_step("m", 1, 0.0, 1.0, decode=((0, 64),), emits=(0,)), wide)
+  assert prefill.flop_per_byte > 10 * decode.flop_per_byte
+
+
+def test_an_empty_log_has_no_pools():
+  assert span_s(EventLog()) == 0.0
+  assert pool_usage(EventLog(), TINY) == {}

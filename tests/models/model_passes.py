@@ -1,0 +1,59 @@
+"""Forward passes for the tests of models: tables, batches and one jitted pass."""
+
+import functools
+
+import jax
+import numpy as np
+
+from pdjax.models.attention import DecodeBatch, PrefillBatch, make_attend
+from pdjax.models.kv_cache import KVLayout
+
+
+def make_tables(layout: KVLayout, seed: int = 0) -> np.ndarray:
+  """A full page table [num_rows, P]: in slots the rule, else pages in random places."""
+  pages = np.arange(layout.num_rows * layout.pages_per_row, dtype=np.int32)
+  if layout.kind == "paged":
+    pages = np.random.default_rng(seed).permutation(layout.num_pages)[: len(pages)]
+  return pages.reshape(layout.num_rows, layout.pages_per_row).astype(np.int32)
+
+
+def prefill_batch(layout, tables, slices, *, num_tiles, tile):
+  """`slices`: (row, start, ids) each. Returns the batch and the flat places of the tokens."""
+  tokens = np.zeros((num_tiles, tile), np.int32)
+  positions = np.full((num_tiles, tile), -1, np.int32)
+  tile_tables = np.full((num_tiles, layout.pages_per_row), layout.num_pages, np.int32)
+  used, places = 0, []
+  for row, start, ids in slices:
+    for first in range(0, len(ids), tile):
+      part = ids[first : first + tile]
+      tokens[used, : len(part)] = part
+      positions[used, : len(part)] = start + first + np.arange(len(part))
+      tile_tables[used] = tables[row]
+      places += [used * tile + i for i in range(len(part))]
+      used += 1
+  batch = PrefillBatch(tokens.ravel(), positions.ravel(), tile_tables, np.int32(used))
+  return batch, np.array(places)
+
+
+def decode_batch(layout, tables, entries, *, num_rows):
+  """`entries`: (row, position, id) each, in the first places of `num_rows`."""
+  tokens, positions = np.zeros(num_rows, np.int32), np.full(num_rows, -1, np.int32)
+  row_tables = np.full((num_rows, layout.pages_per_row), layout.num_pages, np.int32)
+  for i, (row, position, token) in enumerate(entries):
+    tokens[i], positions[i], row_tables[i] = token, position, tables[row]
+  return DecodeBatch(tokens, positions, row_tables)
+
+
+def make_pass(model, layout):
+  """A jitted pass (cache, prefill, decode) -> logits of every token in flat order, cache."""
+
+  @functools.partial(jax.jit, donate_argnums=1)
+  def run(params, cache, prefill, decode):
+    batches = [batch for batch in (prefill, decode) if batch is not None]
+    tokens = jax.numpy.concatenate([batch.tokens for batch in batches])
+    positions = jax.numpy.concatenate([batch.positions for batch in batches])
+    attend = make_attend(layout, model.reduction, prefill, decode)
+    hidden, cache = model.forward(params, tokens, positions, cache, attend)
+    return model.unembed(params, hidden), cache
+
+  return functools.partial(run, model.params)

@@ -1,0 +1,157 @@
+"""Paged = slots = plain dense causal attention, whatever lies in unused places."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models.model_passes import decode_batch, make_tables, prefill_batch
+
+from pdjax.models import kv_cache
+from pdjax.models.attention import attend, make_attend, softmax_reduction
+from pdjax.models.kv_cache import KVLayout
+
+pytestmark = pytest.mark.quick
+
+H, K, HEAD_DIM = 6, 2, 16
+TOLERANCE = 2e-6  # float32: a few units of the last place of values of order 1
+
+
+def make_layout(kind, page_size=4, pages_per_row=7, num_rows=3):
+  return KVLayout(
+    kind=kind,
+    num_layers=1,
+    num_kv_heads=K,
+    head_dim=HEAD_DIM,
+    dtype="float32",
+    num_rows=num_rows,
+    page_size=page_size,
+    pages_per_row=pages_per_row,
+    num_pages=num_rows * pages_per_row + (3 if kind == "paged" else 0),
+  )
+
+
+def dense(q, k, v, positions, *, scale=HEAD_DIM**-0.5, shift=0):
+  """One row in float64: q [t, H, h], k and v [S, K, h]."""
+  out = np.zeros(q.shape)
+  for i, position in enumerate(positions):
+    seen = position + 1 + shift
+    for head in range(H):
+      kv_head = head // (H // K)
+      scores = k[:seen, kv_head].astype(float) @ q[i, head].astype(float) * scale
+      weights = np.exp(scores - scores.max())
+      out[i, head] = weights @ v[:seen, kv_head].astype(float) / weights.sum()
+  return out
+
+
+def filled_cache(layout, tables, keys, values):
+  """A cache of NaN but for the rows' keys and values, each [S_row, K, h]."""
+  cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), kv_cache.init_cache(layout))[0]
+  for row, (k, v) in enumerate(zip(keys, values, strict=True)):
+    outer, inner = kv_cache.locate(layout, tables[row : row + 1], np.arange(len(k))[None])
+    cache = kv_cache.write(cache, outer[0], inner[0], k, v)
+  return cache
+
+
+@pytest.fixture(scope="module")
+def case():
+  rng = np.random.default_rng(0)
+  lengths = (5, 28, 13)
+  keys, values = (
+    [rng.standard_normal((n, K, HEAD_DIM)).astype(np.float32) for n in lengths] for _ in range(2)
+  )
+  # the last 3 positions of each row, one of them padding in the second
+  positions = np.array([[n - 3, n - 2, n - 1] for n in lengths])
+  positions[1, 2] = -1
+  q = 2 * rng.standard_normal((3, 3, H, HEAD_DIM)).astype(np.float32)
+  return q, positions, keys, values
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 12, 256])
+@pytest.mark.parametrize("kind", ["slots", "paged"])
+def test_attend_is_dense_causal_attention(kind, block_size, case):
+  q, positions, keys, values = case
+  layout = make_layout(kind)
+  tables = make_tables(layout)
+  cache = filled_cache(layout, tables, keys, values)
+  for row, keys_of_row in enumerate(keys):  # pages that a row does not have
+    tables[row, -(-len(keys_of_row) // layout.page_size) :] = layout.num_pages
+  run = jax.jit(attend, static_argnums=(0, 1), static_argnames="block_size")
+  out = np.asarray(
+    run(layout, softmax_reduction, q, positions, tables, cache, block_size=block_size)
+  )
+  assert np.isfinite(out).all()
+  for row in range(3):
+    valid = positions[row] >= 0
+    want = dense(q[row, valid], keys[row], values[row], positions[row, valid])
+    np.testing.assert_allclose(out[row, valid], want, rtol=0, atol=TOLERANCE)
+
+
+def test_the_tolerance_catches_mistakes(case):
+  q, positions, keys, values = case
+  right = dense(q[0], keys[0], values[0], positions[0] - 1)
+  for wrong in (
+    dense(q[0], values[0], keys[0], positions[0] - 1),
+    dense(q[0], keys[0], values[0], positions[0] - 1, scale=1.0),
+    dense(q[0], keys[0], values[0], positions[0] - 1, shift=1),
+    dense(q[0], keys[0], values[0], positions[0] - 1, shift=-1),
+    dense(q[0][:, ::-1], keys[0], values[0], positions[0] - 1),
+  ):
+    assert np.abs(wrong - right).max(axis=(1, 2)).min() > 1000 * TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["slots", "paged"])
+def test_only_padding_gives_no_nan(kind, case):
+  q, positions, _, _ = case
+  layout = make_layout(kind)
+  tables = np.full((3, layout.pages_per_row), layout.num_pages, np.int32)
+  cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), kv_cache.init_cache(layout))[0]
+  out = attend(layout, softmax_reduction, q, np.full_like(positions, -1), tables, cache)
+  assert np.isfinite(out).all()
+
+
+@pytest.mark.parametrize("kind", ["slots", "paged"])
+def test_a_mixed_step_is_its_two_halves(kind):
+  layout = make_layout(kind, page_size=4, pages_per_row=5, num_rows=4)
+  tables = make_tables(layout)
+  rng = np.random.default_rng(1)
+  keys, values = rng.standard_normal((2, 4, 20, K, HEAD_DIM)).astype(np.float32)
+  cache = filled_cache(layout, tables, keys[:, :6], values[:, :6])
+  prefill, places = prefill_batch(
+    layout, tables, [(2, 6, range(7)), (0, 4, range(3))], num_tiles=4, tile=4
+  )
+  decode = decode_batch(layout, tables, [(3, 6, 0), (1, 5, 0)], num_rows=3)
+  num_prefill, num_decode = len(prefill.tokens), len(decode.tokens)
+  q = rng.standard_normal((num_prefill + num_decode, H, HEAD_DIM)).astype(np.float32)
+  k, v = rng.standard_normal((2, num_prefill + num_decode, K, HEAD_DIM)).astype(np.float32)
+
+  def step(prefill, decode, part, cache):
+    return make_attend(layout, softmax_reduction, prefill, decode)(q[part], k[part], v[part], cache)
+
+  mixed, mixed_cache = step(prefill, decode, slice(None), cache)
+  first, two_caches = step(prefill, None, slice(num_prefill), cache)
+  second, two_caches = step(None, decode, slice(num_prefill, None), two_caches)
+  np.testing.assert_array_equal(mixed, np.concatenate([first, second]))
+  jax.tree.map(np.testing.assert_array_equal, mixed_cache, two_caches)
+
+  # and both are dense attention over what was written
+  used = [*places, num_prefill, num_prefill + 1]
+  rows = [2] * 7 + [0] * 3 + [3, 1]
+  positions = [*range(6, 13), *range(4, 7), 6, 5]
+  for i, row, position in zip(used, rows, positions, strict=True):
+    keys[row, position], values[row, position] = k[i], v[i]
+  for i, row, position in zip(used, rows, positions, strict=True):
+    want = dense(q[i : i + 1], keys[row], values[row], [position])
+    np.testing.assert_allclose(mixed[i : i + 1], want, rtol=0, atol=TOLERANCE)
+  assert np.isfinite(mixed).all()
+
+
+def test_paged_and_slots_give_the_same_bytes(case):
+  q, positions, keys, values = case
+  outs = []
+  for kind in ("slots", "paged"):
+    layout = make_layout(kind)
+    tables = make_tables(layout)
+    cache = filled_cache(layout, tables, keys, values)
+    outs.append(np.asarray(attend(layout, softmax_reduction, q, positions, tables, cache)))
+  valid = positions >= 0
+  np.testing.assert_array_equal(outs[0][valid], outs[1][valid])

@@ -1,0 +1,159 @@
+"""Pages lie where the tables say; hand-offs move them byte by byte; donation is in place."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models.model_passes import make_tables
+
+from pdjax.models import kv_cache
+from pdjax.models.kv_cache import KVLayout
+
+pytestmark = pytest.mark.quick
+
+PAGE_SIZE, PAGES_PER_ROW, NUM_ROWS = 4, 6, 3
+
+
+def make_layout(kind, **changes):
+  fields = dict(
+    kind=kind,
+    num_layers=2,
+    num_kv_heads=2,
+    head_dim=8,
+    dtype="float32",
+    num_rows=NUM_ROWS,
+    page_size=PAGE_SIZE,
+    pages_per_row=PAGES_PER_ROW,
+    num_pages=NUM_ROWS * PAGES_PER_ROW + (5 if kind == "paged" else 0),
+  )
+  return KVLayout(**(fields | changes))
+
+
+def random_cache(layout, seed):
+  rng = np.random.default_rng(seed)
+  return jax.tree.map(
+    lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), kv_cache.init_cache(layout)
+  )
+
+
+def tokens_of(layout, cache, table):
+  """What a row holds, read page by page in numpy: [2, L, K, max_len, h]."""
+  pages_per_outer = layout.shape[2] // PAGE_SIZE
+  out = []
+  for i in range(2):
+    for layer in cache:
+      x = np.asarray(layer[i])
+      pages = []
+      for page in table:
+        at = page % pages_per_outer * PAGE_SIZE
+        pages.append(x[page // pages_per_outer, :, at : at + PAGE_SIZE])
+      out.append(np.concatenate(pages, axis=1))
+  return np.stack(out).reshape(2, layout.num_layers, *out[0].shape)
+
+
+@pytest.mark.parametrize("kind", ["slots", "paged"])
+def test_written_tokens_are_fetched_and_padding_changes_nothing(kind):
+  layout = make_layout(kind)
+  tables = make_tables(layout)
+  cache = random_cache(layout, 0)
+  rng = np.random.default_rng(1)
+  positions = np.stack([rng.permutation(layout.max_len)[:7] for _ in range(NUM_ROWS)])
+  positions[:, 3] = -1
+  outer, inner = kv_cache.locate(layout, tables, positions)
+  k, v = rng.standard_normal((2, positions.size, 2, 8)).astype(np.float32)
+  written = tuple(kv_cache.write(layer, outer.ravel(), inner.ravel(), k, v) for layer in cache)
+  for row, table in enumerate(tables):
+    expected = tokens_of(layout, cache, table)
+    for i, position in enumerate(positions[row]):
+      if position >= 0:
+        expected[0, :, :, position] = k[row * 7 + i]
+        expected[1, :, :, position] = v[row * 7 + i]
+    np.testing.assert_array_equal(tokens_of(layout, written, table), expected)
+    for start, size in ((0, 8), (4, 12), (16, 8), (0, layout.max_len)):
+      for layer, layer_cache in enumerate(written):
+        block = kv_cache.fetch_block(layout, layer_cache, tables[row : row + 1], start, size)
+        for got, want in zip(block, expected[:, layer], strict=True):
+          np.testing.assert_array_equal(got[0], want[:, start : start + size])
+
+
+@pytest.mark.parametrize("kind", ["slots", "paged"])
+def test_entries_of_num_pages_drop_writes(kind):
+  layout = make_layout(kind)
+  cache = random_cache(layout, 0)
+  empty = np.full((1, PAGES_PER_ROW), layout.num_pages, np.int32)
+  outer, inner = kv_cache.locate(layout, empty, np.arange(layout.max_len)[None])
+  ones = np.ones((layout.max_len, 2, 8), np.float32)
+  written = kv_cache.write(cache[0], outer[0], inner[0], ones, ones)
+  jax.tree.map(np.testing.assert_array_equal, written, cache[0])
+
+
+@pytest.mark.parametrize("bucket", [1, 2, 4, 6])
+@pytest.mark.parametrize("target_kind", ["slots", "paged"])
+@pytest.mark.parametrize("source_kind", ["slots", "paged"])
+def test_a_hand_off_moves_exactly_the_pages(source_kind, target_kind, bucket):
+  source, target = make_layout(source_kind), make_layout(target_kind)
+  source_cache, target_cache = random_cache(source, 0), random_cache(target, 1)
+  for used in range(1, bucket + 1):
+    pages, target_pages = np.full((2, bucket), source.num_pages, np.int32)
+    target_pages[:] = target.num_pages
+    from_table, to_table = make_tables(source, 2)[1], make_tables(target, 3)[2]
+    pages[:used], target_pages[:used] = from_table[:used], to_table[:used]
+    pieces = kv_cache.gather(source, source_cache, pages)
+    assert pieces.shape == (2, 2, 2, bucket * PAGE_SIZE, 8)
+    moved = kv_cache.scatter(target, target_cache, target_pages, pieces)
+    want = tokens_of(target, target_cache, to_table)
+    want[:, :, :, : used * PAGE_SIZE] = tokens_of(source, source_cache, from_table)[
+      :, :, :, : used * PAGE_SIZE
+    ]
+    np.testing.assert_array_equal(tokens_of(target, moved, to_table), want)
+    for table in make_tables(target, 3)[:2]:  # rows of others
+      np.testing.assert_array_equal(
+        tokens_of(target, moved, table), tokens_of(target, target_cache, table)
+      )
+
+
+@pytest.mark.parametrize("kind", ["slots", "paged"])
+def test_scatter_and_write_are_in_place_when_donated(kind):
+  layout = make_layout(kind, num_kv_heads=4, head_dim=64, page_size=16)
+  cache = jax.eval_shape(lambda: kv_cache.init_cache(layout))
+  pages = jax.ShapeDtypeStruct((2,), jnp.int32)
+  gather, scatter = (functools.partial(f, layout) for f in (kv_cache.gather, kv_cache.scatter))
+  pieces = jax.eval_shape(gather, cache, pages)
+  stats = jax.jit(scatter, donate_argnums=0).lower(cache, pages, pieces).compile()
+  stats = stats.memory_analysis()
+  assert stats.alias_size_in_bytes == layout.num_bytes
+  assert stats.temp_size_in_bytes < layout.num_bytes / 4
+
+  places, token = jax.ShapeDtypeStruct((3,), jnp.int32), jax.ShapeDtypeStruct((3, 4, 64), "float32")
+  stats = jax.jit(kv_cache.write, donate_argnums=0).lower(cache[0], places, places, token, token)
+  stats = stats.compile().memory_analysis()
+  assert stats.alias_size_in_bytes == layout.num_bytes / 2
+  assert stats.temp_size_in_bytes < layout.num_bytes / 100
+
+
+def test_gather_moves_no_whole_row():
+  layout = make_layout("slots", pages_per_row=64, num_pages=NUM_ROWS * 64)
+  cache = jax.eval_shape(lambda: kv_cache.init_cache(layout))
+  gather = jax.jit(functools.partial(kv_cache.gather, layout))
+  compiled = gather.lower(cache, jax.ShapeDtypeStruct((1,), jnp.int32)).compile()
+  row_bytes = layout.num_bytes / NUM_ROWS / layout.num_layers / 2
+  assert compiled.memory_analysis().temp_size_in_bytes < row_bytes
+
+
+def test_num_bytes_counts_the_arrays():
+  for kind in ("slots", "paged"):
+    for dtype in ("float32", "bfloat16"):
+      layout = make_layout(kind, dtype=dtype)
+      arrays = jax.tree.leaves(kv_cache.init_cache(layout))
+      assert layout.num_bytes == sum(x.nbytes for x in arrays)
+
+
+def test_bad_layouts_are_refused():
+  with pytest.raises(ValueError, match="kind='rows'"):
+    make_layout("rows")
+  with pytest.raises(ValueError, match="num_pages=17"):
+    make_layout("slots", num_pages=17)
+  with pytest.raises(ValueError, match="page_size=0"):
+    make_layout("paged", page_size=0)

@@ -1,0 +1,239 @@
+"""Step times grow with the work, and on the A100 agree with what others measured."""
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from configs.hardware import HARDWARE
+from configs.models import MODELS
+from pdjax.core.costs import StepCounts, count_slices, step_costs, total_bytes
+from pdjax.core.plan import DecodeSlices, StepPlan
+from pdjax.sim.hardware import Device, Fit
+from pdjax.sim.roofline import Roofline, StepTerms, num_pages
+
+pytestmark = pytest.mark.quick
+
+MODEL = MODELS["llama3-8b"]
+A100 = HARDWARE["a100"]
+ROOFLINES = [Roofline(model=MODEL, device=A100), Roofline(model=MODEL, device=HARDWARE["h200"])]
+rooflines = pytest.mark.parametrize("roofline", ROOFLINES, ids=lambda r: r.device.label)
+
+
+def prefill(start: int, num_tokens: int, *, emits: bool = False) -> StepCounts:
+  return count_slices(
+    prefill_starts=[start], prefill_tokens=[num_tokens], num_emitted=1 if emits else 0
+  )
+
+
+def decode(*positions: int) -> StepCounts:
+  return count_slices(decode_positions=positions, num_emitted=len(positions))
+
+
+def total_s(roofline: Roofline, counts: StepCounts) -> float:
+  return roofline.terms_of(counts).total_s
+
+
+@rooflines
+@given(start=st.integers(0, 4000), num_tokens=st.integers(1, 4000), more=st.integers(1, 200))
+def test_more_prefill_tokens_take_longer(roofline, start, num_tokens, more):
+  assert total_s(roofline, prefill(start, num_tokens)) < total_s(
+    roofline, prefill(start, num_tokens + more)
+  )
+
+
+@rooflines
+@given(start=st.integers(0, 4000), num_tokens=st.integers(1, 4000), more=st.integers(1, 200))
+def test_a_later_chunk_takes_at_least_as_long(roofline, start, num_tokens, more):
+  assert total_s(roofline, prefill(start, num_tokens)) < total_s(
+    roofline, prefill(start + more, num_tokens)
+  )
+
+
+@rooflines
+@given(positions=st.lists(st.integers(0, 8000), min_size=1, max_size=64))
+def test_decode_takes_longer_with_more_rows_or_longer_contexts(roofline, positions):
+  base_s = total_s(roofline, decode(*positions))
+  assert base_s < total_s(roofline, decode(*positions, 0))
+  assert base_s < total_s(roofline, decode(*[p + 1 for p in positions]))
+
+
+@rooflines
+@given(sizes=st.lists(st.integers(1, 1024), min_size=2, max_size=6))
+def test_a_prompt_in_chunks_takes_at_least_as_long_as_whole(roofline, sizes):
+  chunked_s, start = 0.0, 0
+  for size in sizes:
+    emits = start + size == sum(sizes)
+    chunked_s += total_s(roofline, prefill(start, size, emits=emits))
+    start += size
+  # Bound by arithmetic at ideal peaks, chunks cost exactly the whole but for rounding.
+  assert chunked_s * (1 + 1e-12) > total_s(roofline, prefill(0, start, emits=True))
+
+
+@rooflines
+@given(
+  num_tokens=st.integers(1, 2048), positions=st.lists(st.integers(0, 4000), min_size=1, max_size=64)
+)
+def test_a_fused_mixed_step_beats_prefill_then_decode(roofline, num_tokens, positions):
+  counts = count_slices(
+    prefill_starts=[0],
+    prefill_tokens=[num_tokens],
+    decode_positions=positions,
+    num_emitted=len(positions) + 1,
+  )
+  separate = dataclasses.replace(roofline, fused=False)
+  fused_terms, separate_terms = roofline.terms_of(counts), separate.terms_of(counts)
+  assert fused_terms.linear_s < separate_terms.linear_s
+  assert fused_terms.total_s < separate_terms.total_s
+  # Attention is the same two kernels, and one step is planned by the host either way.
+  for field in ("attention_prefill_s", "attention_decode_s", "host_s"):
+    assert getattr(fused_terms, field) == getattr(separate_terms, field)
+
+
+def test_separate_dispatch_costs_the_sum_of_two_steps_but_for_the_host():
+  separate = Roofline(model=MODEL, device=A100, fused=False)
+  mixed = count_slices(
+    prefill_starts=[0], prefill_tokens=[512], decode_positions=[900] * 32, num_emitted=33
+  )
+  two_s = total_s(separate, prefill(0, 512, emits=True)) + total_s(separate, decode(*[900] * 32))
+  assert total_s(separate, mixed) == pytest.approx(two_s - A100.fit.host_s, rel=1e-12)
+  pure = decode(1, 2)
+  assert separate.terms_of(pure) == Roofline(model=MODEL, device=A100).terms_of(pure)
+
+
+# Vidur's A100 operator timings of Llama-3-8B (microsoft/vidur, MIT): 4 matrices, 32 layers, ms.
+@pytest.mark.parametrize(
+  "num_tokens, measured_ms",
+  [(1, 8.8), (32, 10.1), (64, 10.4), (128, 12.1), (512, 31.8), (1024, 69.6), (2048, 133.9),
+   (4096, 250.8)],
+)  # fmt: skip
+def test_a100_matrices_agree_with_vidurs_timings(num_tokens, measured_ms):
+  linear_s = Roofline(model=MODEL, device=A100).terms_of(prefill(0, num_tokens)).linear_s
+  assert linear_s * 1e3 == pytest.approx(measured_ms, rel=0.15)
+
+
+# The same source, Llama-2-70B over two A100s, no part of the fit: half of every matrix.
+@pytest.mark.parametrize(
+  "num_tokens, measured_ms",
+  [(1, 42.3), (32, 45.7), (64, 47.4), (128, 58.7), (512, 161.3), (1024, 330.8), (2048, 601.6)],
+)
+def test_a100_fit_carries_over_to_matrices_it_never_saw(num_tokens, measured_ms):
+  half = dataclasses.replace(
+    MODELS["llama2-70b"], num_heads=32, num_kv_heads=4, d_ff=MODELS["llama2-70b"].d_ff // 2
+  )
+  linear_s = Roofline(model=half, device=A100).terms_of(prefill(0, num_tokens)).linear_s
+  assert linear_s * 1e3 == pytest.approx(measured_ms, rel=0.15)
+
+
+# FlashInfer decode attention of Llama-2-7B on an A800 (NetX-lab/Frontier, MIT), ms a layer.
+@pytest.mark.parametrize(
+  "batch, keys, measured_ms", [(32, 1024, 0.321), (128, 1024, 1.205), (128, 3968, 4.620)]
+)
+def test_a100_decode_attention_is_near_another_kernel_on_the_same_die(batch, keys, measured_ms):
+  roofline = Roofline(model=MODELS["llama2-7b"], device=A100)
+  decode_s = roofline.terms_of(decode(*[keys - 1] * batch)).attention_decode_s
+  assert decode_s / 32 * 1e3 == pytest.approx(measured_ms, rel=0.25)
+
+
+def test_decode_of_one_row_is_little_more_than_reading_the_weights():
+  terms = Roofline(model=MODEL, device=A100).terms_of(decode(1000))
+  read_s = 2 * MODEL.num_params / A100.peak_bytes_per_s
+  assert read_s < terms.total_s - terms.host_s < 1.5 * read_s
+
+
+def test_an_uncalibrated_device_takes_what_its_peaks_promise():
+  device = Device(name="d", peak_flops_per_s=1e12, peak_bytes_per_s=1e9, memory_bytes=1e9)
+  roofline = Roofline(model=MODELS["tiny"], device=device)
+  counts = decode(10, 20)  # two rows: every operator is bound by memory
+  assert total_s(roofline, counts) == pytest.approx(
+    total_bytes(step_costs(counts, MODELS["tiny"])) / 1e9
+  )
+  compute_bound = dataclasses.replace(roofline, device=dataclasses.replace(
+    device, peak_flops_per_s=1e6, peak_bytes_per_s=1e15))  # fmt: skip
+  flops = sum(op.flops for op in step_costs(counts, MODELS["tiny"]) if op.kind == "linear")
+  assert compute_bound.terms_of(counts).linear_s == pytest.approx(flops / 1e6)
+
+
+def test_the_norm_lies_between_perfect_overlap_and_none():
+  def linear_s(p: float) -> float:
+    device = dataclasses.replace(A100, fit=dataclasses.replace(A100.fit, gemm_p=p))
+    return Roofline(model=MODEL, device=device).terms_of(prefill(0, 150)).linear_s
+
+  times = [linear_s(p) for p in (math.inf, 4.0, 1.5, 1.0)]
+  assert times == sorted(times) and times[-1] < 2 * times[0]
+
+
+@pytest.mark.parametrize(
+  "field, value",
+  [("gemm_launch_s", 1e-3), ("elementwise_launch_s", 1e-3), ("prefill_launch_s", 1e-3),
+   ("decode_launch_s", 1e-3), ("decode_pad_tokens", 1000.0), ("host_s", 1e-2),
+   ("gemm_compute", 0.3), ("gemm_memory", 0.3), ("gemm_p", 1.0), ("elementwise_memory", 0.2),
+   ("prefill_compute", 0.2), ("prefill_memory", 0.2), ("decode_memory", 0.2)],
+)  # fmt: skip
+def test_each_parameter_slows_its_own_term_and_no_other(field, value):
+  counts = count_slices(
+    prefill_starts=[500], prefill_tokens=[500], decode_positions=[1000] * 8, num_emitted=9
+  )
+  worse = dataclasses.replace(A100, fit=dataclasses.replace(A100.fit, **{field: value}))
+  before = Roofline(model=MODEL, device=A100).terms_of(counts)
+  after = Roofline(model=MODEL, device=worse).terms_of(counts)
+  term = {
+    "gemm": "linear_s",
+    "elementwise": "elementwise_s",
+    "prefill": "attention_prefill_s",
+    "decode": "attention_decode_s",
+    "host": "host_s",
+  }[field.split("_")[0]]
+  for name in StepTerms._fields:
+    if name == term:
+      assert getattr(after, name) > getattr(before, name)
+    else:
+      assert getattr(after, name) == getattr(before, name)
+
+
+def test_a_plan_takes_the_sum_of_its_terms():
+  plan = StepPlan(
+    step_id=0,
+    decodes=DecodeSlices(request_ids=(7,), generations=(0,), rows=(0,), positions=(99,)),
+  )
+  roofline = Roofline(model=MODEL, device=A100)
+  assert roofline.step_s(plan) == sum(roofline.terms_of(decode(99)))
+
+
+def test_narrower_weights_and_caches_are_read_faster():
+  counts = decode(*[2000] * 16)
+  full, narrow = (
+    Roofline(model=MODEL, device=A100, bytes_per_weight=w, bytes_per_kv=k).terms_of(counts)
+    for w, k in ((2, 2), (1, 1))
+  )
+  assert narrow.linear_s < 0.75 * full.linear_s
+  assert narrow.attention_decode_s < 0.75 * full.attention_decode_s
+
+
+def test_pages_fill_what_the_weights_leave():
+  device = Device(name="d", peak_flops_per_s=1.0, peak_bytes_per_s=1.0, memory_bytes=10e6)
+  model = MODELS["tiny"]
+  page_bytes = 16 * 2 * 4 * 2 * 16 * 2  # tokens x (K and V) x layers x kv heads x head x bytes
+  weight_bytes = 2 * model.num_params
+  pages = num_pages(model=model, device=device, page_size=16)
+  assert pages * page_bytes <= 9e6 - weight_bytes < (pages + 1) * page_bytes
+  fewer = num_pages(model=model, device=device, page_size=16, reserve_bytes=10 * page_bytes)
+  assert pages - fewer == 10
+  half = num_pages(model=model, device=device, page_size=32)
+  assert pages // 2 == half
+
+
+def test_a_model_that_does_not_fit_is_refused_with_its_sizes():
+  with pytest.raises(ValueError, match=r"llama3-70b does not fit on a100: weights 141\.1 GB"):
+    num_pages(model=MODELS["llama3-70b"], device=A100, page_size=16)
+
+
+def test_fit_refuses_a_share_above_the_peak():
+  with pytest.raises(ValueError, match=r"gemm_compute=1\.2"):
+    Fit(gemm_compute=1.2)
+  with pytest.raises(ValueError, match=r"gemm_p=0\.5"):
+    Fit(gemm_p=0.5)
+  with pytest.raises(ValueError, match="host_s=-1"):
+    Fit(host_s=-1)

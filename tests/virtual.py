@@ -1,0 +1,127 @@
+"""Clusters of the checksum model in virtual time, for tests."""
+
+from __future__ import annotations
+
+import random
+
+from pdjax.config import STRATEGIES
+from pdjax.core import checksum
+from pdjax.core.clock import VirtualClock, to_ticks
+from pdjax.core.events import EventLog
+from pdjax.core.request import Request, SamplingParams
+from pdjax.scheduling.pages import PageConfig
+from pdjax.scheduling.policies import POLICIES
+from pdjax.scheduling.scheduler import Scheduler, SchedulerConfig
+from pdjax.serving.cluster import Cluster, Pool
+from pdjax.serving.loop import Inbox, serve
+from pdjax.sim.checksum_executor import ChecksumExecutor
+from pdjax.sim.hardware import Link
+
+
+def step_s(plan) -> float:
+  return 8e-3 + 28e-6 * plan.num_tokens
+
+
+def make_requests(
+  n: int, *, seed: int, rate_rps: float = 50.0, prompt=(1, 60), output=(1, 20)
+) -> list[Request]:
+  rng = random.Random(seed)
+  now_s, requests = 0.0, []
+  for i in range(n):
+    now_s += rng.expovariate(rate_rps)
+    ids = tuple(rng.randrange(checksum.VOCAB_SIZE) for _ in range(rng.randint(*prompt)))
+    requests.append(
+      Request(
+        request_id=i,
+        arrival_s=to_ticks(now_s),
+        num_prompt_tokens=len(ids),
+        prompt_ids=ids,
+        sampling=SamplingParams(max_tokens=rng.randint(*output)),
+      )
+    )
+  return requests
+
+
+def make_pool(
+  name: str = "mixed0",
+  *,
+  role: str = "mixed",
+  policy="sarathi",
+  budget: int = 16,
+  chunk_prompts: bool = True,
+  num_rows: int = 6,
+  num_pages: int = 64,
+  pages_per_row: int = 32,
+  page_size: int = 4,
+  contiguous: bool = False,
+  watermark: float = 0.01,
+  step_s=step_s,
+  link: Link = Link(name="test", latency_s=1e-3, bytes_per_s=1e6),  # noqa: B008 (frozen)
+  **executor,
+) -> Pool:
+  if contiguous:
+    num_pages = num_rows * pages_per_row
+  pages = PageConfig(
+    num_rows=num_rows,
+    page_size=page_size,
+    pages_per_row=pages_per_row,
+    num_pages=num_pages,
+    contiguous=contiguous,
+  )
+  config = SchedulerConfig(token_budget=budget, chunk_prompts=chunk_prompts, watermark=watermark)
+  policy = POLICIES[policy] if isinstance(policy, str) else policy
+  return Pool(
+    name,
+    role,
+    Scheduler(policy, pages, config),
+    ChecksumExecutor(
+      num_pages=num_pages, page_size=page_size, step_s=step_s, link=link, **executor
+    ),
+  )
+
+
+def make_cluster(strategy: str, *, budget: int = 16, **options) -> Cluster:
+  """The pools of a strategy on two devices. Whole prompts get a budget that holds any sequence."""
+  pools = []
+  for spec in STRATEGIES[strategy](2):
+    whole = spec.takes_whole_prompts
+    pools.append(
+      make_pool(
+        spec.name,
+        role=spec.role,
+        policy=spec.policy,
+        budget=200 if whole else budget,
+        chunk_prompts=not whole,
+        **options,
+      )
+    )
+  return Cluster(pools)
+
+
+def run(cluster: Cluster, requests, *, each_turn=None, **options) -> EventLog:
+  """Serves to the end, checking every invariant at every turn."""
+  log = EventLog()
+  inbox = requests if isinstance(requests, Inbox) else Inbox(requests)
+  for turn in serve(cluster, inbox, VirtualClock(), log, **options):
+    for pool in cluster.pools:
+      pool.scheduler.check()
+    if each_turn is not None:
+      each_turn(turn)
+  for pool in cluster.pools:
+    scheduler = pool.scheduler
+    assert scheduler.pages.num_free_pages == scheduler.pages.config.num_pages, pool.name
+    assert scheduler.pages.num_free_rows == scheduler.pages.config.num_rows, pool.name
+    assert not (scheduler.waiting or scheduler.running or scheduler.leaving or pool.in_flight)
+    assert scheduler.prefill_tokens_left == scheduler.output_tokens_left == 0
+  assert not cluster.outbox and not cluster.transfers
+  return log
+
+
+def tokens_of(log: EventLog) -> dict[int, tuple[int, ...]]:
+  from pdjax.metrics.latency import request_records
+
+  return {i: record.token_ids for i, record in request_records(log).items()}
+
+
+def expected(requests) -> dict[int, tuple[int, ...]]:
+  return {r.request_id: checksum.generate(r.prompt_ids, r.sampling.max_tokens) for r in requests}
