@@ -1,0 +1,1 @@
+"""Programs that researchers run; imported by nothing in pdjax."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from pdjax.core.plain import from_plain, to_plain
 
@@ -105,26 +105,28 @@ class EventLog:
     return len(self._events)
 
 
-def write_events(path: pathlib.Path, log: Iterable[Event]) -> None:
-  """Writes one JSON object a line, `event` first."""
+def write_events(path: pathlib.Path, runs: Mapping[str, Iterable[Event]]) -> None:
+  """Writes the logs of named runs, one JSON object a line: `run`, `event`, then its fields."""
   with open(path, "w") as file:
-    for event in log:
-      record = {"event": type(event).__name__.lower(), **to_plain(event)}
-      file.write(json.dumps(record, separators=(",", ":")) + "\n")
+    for run, log in runs.items():
+      for event in log:
+        record = {"run": run, "event": type(event).__name__.lower(), **to_plain(event)}
+        file.write(json.dumps(record, separators=(",", ":")) + "\n")
 
 
-def read_events(path: pathlib.Path) -> EventLog:
-  """Reads what `write_events` wrote.
+def read_events(path: pathlib.Path) -> dict[str, EventLog]:
+  """Reads what `write_events` wrote: run name -> log.
 
   Raises:
     ValueError: a line that is no event, with file and line number.
   """
-  log = EventLog()
+  runs: dict[str, EventLog] = {}
   with open(path) as file:
     for number, line in enumerate(file, 1):
       try:
         record = json.loads(line)
+        log = runs.setdefault(record.pop("run"), EventLog())
         log.append(from_plain(_KINDS[record.pop("event")], record))
       except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path}:{number}: not a pdjax event ({error})") from error
-  return log
+        raise ValueError(f"{path}:{number}: not a pdjax event ({error!r})") from error
+  return runs

@@ -73,6 +73,5 @@ TINY = ModelConfig(
   d_ff=384,
   vocab_size=512,
   max_len=4096,
-  tie_embeddings=True,
 )
 """Starts on a laptop in seconds, yet a long prefill outlasts a decode by far."""

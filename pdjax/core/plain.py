@@ -27,6 +27,8 @@ def from_plain(hint: Any, data: Any) -> Any:
   """
   if isinstance(hint, type) and dataclasses.is_dataclass(hint):
     hints = typing.get_type_hints(hint)
+    if not isinstance(data, dict) or not hints.keys() >= data.keys():
+      raise TypeError(f"{data!r} is not {hint.__name__}({', '.join(hints)})")
     return hint(**{name: from_plain(hints[name], item) for name, item in data.items()})
   origin, args = typing.get_origin(hint), typing.get_args(hint)
   if origin in (types.UnionType, typing.Union):
@@ -46,8 +48,12 @@ def from_plain(hint: Any, data: Any) -> Any:
       raise TypeError(f"{data!r} is not a list")
     if len(args) == 2 and args[1] is Ellipsis:
       return tuple(from_plain(args[0], item) for item in data)
+    if len(data) != len(args):
+      raise TypeError(f"{data!r} does not have {len(args)} items")
     return tuple(from_plain(arg, item) for arg, item in zip(args, data, strict=True))
   if origin is dict:
+    if not isinstance(data, dict):
+      raise TypeError(f"{data!r} is not a dict")
     return {key: from_plain(args[1], item) for key, item in data.items()}
   if hint is float and isinstance(data, int) and not isinstance(data, bool):
     return float(data)

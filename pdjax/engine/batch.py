@@ -9,18 +9,17 @@ import numpy as np
 from pdjax.core.plan import PageUpdates, Slice, StepPlan
 from pdjax.core.request import SamplingParams
 from pdjax.engine.buckets import Buckets, pick_bucket
-from pdjax.models.attention import tile_of
+from pdjax.models.attention import PREFILL_TILE, PrefillBatch
 from pdjax.models.sampling import Sampling
+
+_TOKENS_PER_EMIT = 16  # a prefill bucket of T tokens has room for T / 16 first tokens
 
 
 class PrefillInputs(NamedTuple):
-  """The prefill part of a step, each slice padded to whole tiles of one row."""
+  """The prefill part of a step."""
 
-  tokens: np.ndarray  # [T] int32
-  positions: np.ndarray  # [T] int32, -1 is padding
-  tables: np.ndarray  # [T / tile, pages_per_row] int32
-  num_tiles: np.ndarray  # [] int32, tiles in use
-  # One entry for each slice that emits a token, padded to one a tile:
+  batch: PrefillBatch
+  # One entry for each slice that emits a token, padded:
   emit_index: np.ndarray  # [E] int32, where in T its last token is
   emit_row: np.ndarray  # [E] int32, num_rows is padding
   emit_position: np.ndarray  # [E] int32, position of the new token
@@ -72,34 +71,58 @@ class RowState:
     )
 
 
+def max_emits(num_padded: int, num_rows: int) -> int:
+  """First tokens that a prefill bucket has room for."""
+  return min(num_rows, max(1, num_padded // _TOKENS_PER_EMIT))
+
+
+def pick_prefill_bucket(slices: tuple[Slice, ...], sizes: tuple[int, ...], num_rows: int) -> int:
+  """The smallest prefill size that holds the tokens of the slices and the tokens they emit."""
+  num_tokens = sum(s.num_tokens for s in slices)
+  num_emits = sum(s.emits_token for s in slices)
+  for size in sizes:
+    if num_tokens <= size and num_emits <= max_emits(size, num_rows):
+      return size
+  raise ValueError(f"{num_tokens} prefill tokens do not fit the largest bucket {sizes[-1]}")
+
+
 def prefill_inputs(slices: tuple[Slice, ...], num_padded: int, rows: RowState) -> PrefillInputs:
-  """Lays slices out one after another, each from a tile border on."""
-  tile = tile_of(num_padded)
-  num_tiles = num_padded // tile
+  """Packs the slices one after another; attention gets them cut into tiles of one row each."""
+  tile = min(PREFILL_TILE, num_padded)
+  # Every slice may leave its last tile part empty, hence a spare tile for each row but one.
+  num_tiles = num_padded // tile + rows.num_rows - 1
+  num_emits = max_emits(num_padded, rows.num_rows)
   tokens = np.zeros(num_padded, np.int32)
   positions = np.full(num_padded, -1, np.int32)
+  tiles = np.full((num_tiles, tile), num_padded, np.int32)
   tile_rows = np.full(num_tiles, rows.num_rows, np.int32)
-  emit_index = np.zeros(num_tiles, np.int32)
-  emit_row = np.full(num_tiles, rows.num_rows, np.int32)
-  emit_position = np.zeros(num_tiles, np.int32)
-  at, num_emits = 0, 0
+  emit_index = np.zeros(num_emits, np.int32)
+  emit_row = np.full(num_emits, rows.num_rows, np.int32)
+  emit_position = np.zeros(num_emits, np.int32)
+  at = used_tiles = emits = 0
   for s in slices:
     end = at + s.num_tokens
     tokens[at:end] = s.token_ids
     positions[at:end] = range(s.start, s.start + s.num_tokens)
-    next_at = -(-end // tile) * tile
-    tile_rows[at // tile : next_at // tile] = s.row
+    slice_tiles = -(-s.num_tokens // tile)
+    own = slice(used_tiles, used_tiles + slice_tiles)
+    tiles[own].ravel()[: s.num_tokens] = range(at, end)
+    tile_rows[own] = s.row
+    used_tiles += slice_tiles
     if s.emits_token:
-      emit_index[num_emits] = end - 1
-      emit_row[num_emits] = s.row
-      emit_position[num_emits] = s.start + s.num_tokens
-      num_emits += 1
-    at = next_at
+      emit_index[emits] = end - 1
+      emit_row[emits] = s.row
+      emit_position[emits] = s.start + s.num_tokens
+      emits += 1
+    at = end
   return PrefillInputs(
-    tokens=tokens,
-    positions=positions,
-    tables=rows.tables[tile_rows],
-    num_tiles=np.int32(at // tile),
+    batch=PrefillBatch(
+      tokens=tokens,
+      positions=positions,
+      tiles=tiles,
+      tables=rows.tables[tile_rows],
+      num_tiles=np.int32(used_tiles),
+    ),
     emit_index=emit_index,
     emit_row=emit_row,
     emit_position=emit_position,
@@ -108,6 +131,7 @@ def prefill_inputs(slices: tuple[Slice, ...], num_padded: int, rows: RowState) -
 
 
 def decode_inputs(plan: StepPlan, num_padded: int, rows: RowState) -> DecodeInputs:
+  """The decode columns of a plan, padded."""
   padded_rows = np.full(num_padded, rows.num_rows, np.int32)
   positions = np.full(num_padded, -1, np.int32)
   n = len(plan.decodes)
@@ -121,16 +145,6 @@ def decode_inputs(plan: StepPlan, num_padded: int, rows: RowState) -> DecodeInpu
   )
 
 
-def padded_prefill_tokens(slices: tuple[Slice, ...], buckets: tuple[int, ...]) -> int:
-  """The smallest bucket that holds every slice padded to its tiles."""
-  for bucket in buckets:
-    tile = tile_of(bucket)
-    if sum(-(-s.num_tokens // tile) for s in slices) * tile <= bucket:
-      return bucket
-  tokens = [s.num_tokens for s in slices]
-  raise ValueError(f"prefill slices of {tokens} tokens do not fit the largest bucket {buckets[-1]}")
-
-
 def step_inputs(
   plan: StepPlan, buckets: Buckets, rows: RowState
 ) -> tuple[PrefillInputs | None, DecodeInputs | None]:
@@ -141,8 +155,9 @@ def step_inputs(
   prefill = decode = None
   if plan.prefills:
     sizes = buckets.mixed if len(plan.decodes) else buckets.prefill
-    prefill = prefill_inputs(plan.prefills, padded_prefill_tokens(plan.prefills, sizes), rows)
+    size = pick_prefill_bucket(plan.prefills, sizes, rows.num_rows)
+    prefill = prefill_inputs(plan.prefills, size, rows)
   if len(plan.decodes):
-    num_rows = rows.num_rows if plan.prefills else pick_bucket(buckets.rows, len(plan.decodes))
-    decode = decode_inputs(plan, num_rows, rows)
+    num_padded = rows.num_rows if plan.prefills else pick_bucket(buckets.rows, len(plan.decodes))
+    decode = decode_inputs(plan, num_padded, rows)
   return prefill, decode

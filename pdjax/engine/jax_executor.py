@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pdjax.core.plan import DecodeSlices, PageUpdates, Slice, StepPlan, StepResult
+from pdjax.core.plan import PageUpdates, StepPlan, StepResult
 from pdjax.core.request import SamplingParams
-from pdjax.engine.batch import RowState, padded_prefill_tokens, step_inputs
+from pdjax.engine.batch import RowState, step_inputs
 from pdjax.engine.buckets import Buckets, pick_bucket
 from pdjax.engine.mesh import replicated
 from pdjax.engine.steps import Steps
 from pdjax.engine.transfer import TransferTicket
 from pdjax.models.kv_cache import KVLayout, init_cache
 from pdjax.models.model import Model
+from pdjax.scheduling.pages import PageConfig
+from pdjax.scheduling.probe import probe_plan
 from pdjax.serving.executor import Handle
 
 
@@ -52,21 +55,22 @@ class JaxExecutor:
     self,
     model: Model,
     steps: Steps,
+    pages: PageConfig,
     layout: KVLayout,
     buckets: Buckets,
     mesh: jax.sharding.Mesh,
   ):
     self._sharding = replicated(mesh)
     self._params = jax.device_put(model.params, self._sharding)
-    self._steps, self._layout, self._buckets = steps, layout, buckets
+    self._steps, self._pages, self._layout, self._buckets = steps, pages, layout, buckets
     self._cache = init_cache(layout, self._sharding)
-    self._last_token = jax.device_put(jnp.zeros(layout.num_rows, jnp.int32), self._sharding)
+    self._last_token = jax.device_put(jnp.zeros(pages.num_rows, jnp.int32), self._sharding)
     self.vocab_size: int = model.config.vocab_size
     self._rows = self._new_rows()
 
   def _new_rows(self) -> RowState:
-    layout = self._layout
-    return RowState(layout.num_rows, layout.pages_per_row, layout.num_pages, self.vocab_size)
+    pages = self._pages
+    return RowState(pages.num_rows, pages.pages_per_row, pages.num_pages, self.vocab_size)
 
   def submit(self, plan: StepPlan, now_s: float) -> StepTicket:
     prefill, decode = step_inputs(plan, self._buckets, self._rows)
@@ -133,6 +137,28 @@ class JaxExecutor:
     padded[: len(page_ids)] = page_ids
     return padded.astype(np.int32)
 
+  def reset(self) -> None:
+    """Forgets every row, for a new run. The cache keeps its bytes, which nobody reads."""
+    self._rows = self._new_rows()
+
+  def top2_margin(self, token_ids: Sequence[int]) -> float:
+    """How far the likeliest next token is ahead of the second, in logits. Overwrites row 0.
+
+    Only between runs: it explains why two strategies chose different tokens.
+    """
+    largest = self._buckets.prefill[-1]
+    for start in range(0, len(token_ids), largest):
+      ids = tuple(token_ids[start : start + largest])
+      plan = probe_plan(self._pages, prefills=(len(ids),))
+      part = dataclasses.replace(plan.prefills[0], start=start, token_ids=ids)
+      plan = dataclasses.replace(plan, prefills=(part,))
+      prefill, _ = step_inputs(plan, self._buckets, self._rows)
+      logits = self._steps.last_logits(self._params, self._cache, prefill)[0]
+      self.submit(plan, 0.0).result()
+    self.reset()
+    second, first = np.sort(np.asarray(logits))[-2:]
+    return float(first - second)
+
   # Warm-up -------------------------------------------------------------------------------------
 
   def warm_up(self) -> Iterator[str]:
@@ -145,20 +171,27 @@ class JaxExecutor:
       run()
       jax.block_until_ready((self._cache, self._last_token))
       yield f"{name} ({time.perf_counter() - start_s:.1f} s)"
-    self._rows = self._new_rows()
+    self.reset()
 
   def _warm_up_calls(self) -> Iterator[tuple[str, Callable[[], object]]]:
-    for num_tokens in self._buckets.prefill:
-      plan = probe_plan(self._layout, prefill=min(num_tokens, self._layout.max_len))
+    buckets, num_rows = self._buckets, self._pages.num_rows
+    for num_tokens in buckets.prefill:
+      plan = probe_plan(self._pages, prefills=self._split(num_tokens, num_rows))
       yield f"prefill {num_tokens}", lambda p=plan: self.submit(p, 0.0).result()
-    for num_rows in self._buckets.rows:
-      plan = probe_plan(self._layout, decodes=num_rows)
-      yield f"decode {num_rows}", lambda p=plan: self.submit(p, 0.0).result()
-    for num_tokens in self._buckets.mixed:
-      plan = probe_plan(self._layout, prefill=min(num_tokens, self._layout.max_len - 1), decodes=1)
+    for rows in buckets.rows:
+      plan = probe_plan(self._pages, decodes=rows)
+      yield f"decode {rows}", lambda p=plan: self.submit(p, 0.0).result()
+    for num_tokens in buckets.mixed:
+      plan = probe_plan(self._pages, prefills=self._split(num_tokens, num_rows - 1), decodes=1)
       yield f"mixed {num_tokens}", lambda p=plan: self.submit(p, 0.0).result()
-    for num_pages in self._buckets.pages:
+    for num_pages in buckets.pages:
       yield f"hand-off {num_pages} pages", lambda n=num_pages: self._hand_over(n)
+
+  def _split(self, num_tokens: int, num_rows: int) -> list[int]:
+    """Prompts that fill a bucket, as few as possible; less than full where the rows end."""
+    longest = self._pages.capacity_tokens
+    whole, rest = divmod(num_tokens, longest)
+    return ([longest] * whole + [rest] * (rest > 0))[:num_rows]
 
   def _hand_over(self, num_pages: int) -> None:
     pages = tuple(range(num_pages))
@@ -176,43 +209,3 @@ class JaxExecutor:
     while not ticket.is_ready():
       time.sleep(1e-4)
     ticket.result()
-
-
-def probe_plan(
-  layout: KVLayout, *, prefill: int = 0, decodes: int = 0, context: int = 1
-) -> StepPlan:
-  """A plan to warm up or to time: one prompt in row 0, `decodes` rows of `context` tokens after.
-
-  In a paged pool with too few pages for all of them, rows share pages: what is computed is
-  meaningless, its cost is not.
-  """
-  rows = tuple(range(layout.num_rows - decodes, layout.num_rows))
-  used_rows = sorted({*rows, *((0,) if prefill else ())})
-  per_row = layout.pages_per_row
-  entries = [(row, i, (row * per_row + i) % layout.num_pages)
-             for row in used_rows for i in range(per_row)]  # fmt: skip
-  update_rows, indices, page_ids = zip(*entries, strict=True)
-  prefills = ()
-  if prefill:
-    s = Slice(
-      request_id=-1,
-      generation=0,
-      row=0,
-      start=0,
-      num_tokens=prefill,
-      token_ids=(0,) * prefill,
-      emits_token=True,
-      sampling=SamplingParams(max_tokens=1),
-    )
-    prefills = (s,)
-  return StepPlan(
-    step_id=0,
-    prefills=prefills,
-    decodes=DecodeSlices(
-      request_ids=rows,
-      generations=(0,) * decodes,
-      rows=rows,
-      positions=(context - 1,) * decodes,
-    ),
-    page_updates=PageUpdates(rows=update_rows, indices=indices, page_ids=page_ids),
-  )

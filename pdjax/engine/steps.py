@@ -6,6 +6,7 @@
   mixed_step     cache, last_token   T, and B = all rows           bucket and mesh
   gather_pages   nothing             number of pages               bucket and mesh
   scatter_pages  cache, last_token   number of pages               bucket and mesh
+  last_logits    nothing             T of `PrefillInputs`          when tokens must be explained
 
 The three steps are one forward through the weights; they differ in `attend` alone. `mixed_step`
 reads the weights once for chunks and decodes together, which is the whole point of Sarathi-Serve:
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 
 from pdjax.engine.batch import DecodeInputs, PrefillInputs
 from pdjax.models import kv_cache
-from pdjax.models.attention import DecodeBatch, PrefillBatch, make_attend
+from pdjax.models.attention import DecodeBatch, make_attend
 from pdjax.models.kv_cache import KVLayout
 from pdjax.models.model import Model
 from pdjax.models.sampling import sample
@@ -52,6 +53,8 @@ class Steps:
     traced.__name__ = name
     return jax.jit(traced, donate_argnums=tuple(arguments.index(d) for d in donate))
 
+    self.last_logits = self._jit("last_logits", self._logits, donate=())
+
   # Each step returns (cache, last_token, ids): ids [E] of the emitting slices in order, then [B].
 
   def _prefill(self, params, cache, last_token, prefill: PrefillInputs):
@@ -75,12 +78,10 @@ class Steps:
     prefill_batch = decode_batch = None
     num_prefill = 0
     if prefill is not None:
-      (num_prefill,) = prefill.tokens.shape
-      prefill_batch = PrefillBatch(
-        prefill.tokens, prefill.positions, prefill.tables, prefill.num_tiles
-      )
-      tokens.append(prefill.tokens)
-      positions.append(prefill.positions)
+      prefill_batch = prefill.batch
+      (num_prefill,) = prefill_batch.tokens.shape
+      tokens.append(prefill_batch.tokens)
+      positions.append(prefill_batch.positions)
       chosen.append(prefill.emit_index)
       rows.append(prefill.emit_row)
       new_positions.append(prefill.emit_position)
@@ -104,6 +105,12 @@ class Steps:
     ids = sample(logits, sampling, jnp.concatenate(new_positions))
     last_token = last_token.at[jnp.concatenate(rows)].set(ids, mode="drop")
     return cache, last_token, ids
+
+  def _logits(self, params, cache, prefill: PrefillInputs):  # -> [E, V]
+    batch = prefill.batch
+    attend = make_attend(self._layout, self._model.reduction, batch, None)
+    hidden, _ = self._model.forward(params, batch.tokens, batch.positions, cache, attend)
+    return self._model.unembed(params, hidden[prefill.emit_index])
 
   def _gather(self, cache, page_ids: jax.Array):  # [n] -> pieces
     return kv_cache.gather(self._layout, cache, page_ids)

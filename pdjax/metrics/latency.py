@@ -267,7 +267,7 @@ def itls_s(records: Mapping[int, RequestRecord]) -> list[float]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Interference:
-  """The longest gap between two tokens of a request while a long prompt shared its pool."""
+  """The longest gap between two tokens of a request while a long prompt was prefilled."""
 
   pool: str
   request_id: int
@@ -276,41 +276,42 @@ class Interference:
   prompt_tokens: int
 
 
-def interference(log: Iterable[Event], *, long_tokens: int | None = None) -> Interference | None:
+def interference(
+  log: Iterable[Event], *, long_tokens: int | None = None, any_pool: bool = False
+) -> Interference | None:
   """The longest gap of a running request that overlapped the prefill of another's long prompt.
 
-  A gap belongs to the pool that emitted its second token, and overlaps a step of that pool when
-  some time lies in both. Of several long prompts in the gap the longest is named. `long_tokens`
-  None takes 4 x the median prompt of the log. None is the answer where no gap overlapped.
+  A gap belongs to the pool that emitted its second token, and overlaps a step when some time lies
+  in both: a step of that pool, or with `any_pool` of any (what a disaggregated run still feels). Of
+  several long prompts in the gap the longest is named. `long_tokens` None takes 4 x the median
+  prompt of the log. None is the answer where no gap overlapped.
   """
   log = list(log)
   prompt_tokens = {e.request_id: e.num_prompt_tokens for e in log if isinstance(e, Arrived)}
   if long_tokens is None:
     long_tokens = 4 * statistics.median(prompt_tokens.values()) if prompt_tokens else 0
-  steps: dict[str, list[Step]] = {}
-  long_steps: dict[str, list[tuple[Step, list[int]]]] = {}
-  for step in log:
-    if isinstance(step, Step):
-      steps.setdefault(step.pool, []).append(step)
-      ids = [i for i in step.prefill_ids if prompt_tokens[i] >= long_tokens]
-      if ids:
-        long_steps.setdefault(step.pool, []).append((step, ids))
+  steps = [e for e in log if isinstance(e, Step)]
+  long_steps: dict[str, list[tuple[Step, list[int]]]] = {}  # by pool, in order of their ends
+  for step in steps:
+    ids = [i for i in step.prefill_ids if prompt_tokens[i] >= long_tokens]
+    if ids:
+      long_steps.setdefault("" if any_pool else step.pool, []).append((step, ids))
 
   def longest_prompt_within(pool: str, start_s: float, end_s: float, request_id: int) -> int | None:
-    # The steps of a pool follow each other, so they are sorted by both stamps.
-    found = []
-    candidates = long_steps.get(pool, [])
-    for step, ids in candidates[
-      bisect.bisect_right(candidates, start_s, key=lambda c: c[0].end_s) :
-    ]:
-      if step.start_s >= end_s:
-        break
-      found += [i for i in ids if i != request_id]
+    candidates = long_steps.get("" if any_pool else pool, [])
+    first = bisect.bisect_right(candidates, start_s, key=lambda c: c[0].end_s)
+    found = [
+      i
+      for step, ids in candidates[first:]
+      if step.start_s < end_s
+      for i in ids
+      if i != request_id
+    ]
     return max(found, key=lambda i: prompt_tokens[i], default=None)
 
   worst: Interference | None = None
   last_token_s: dict[int, float] = {}
-  for step in (e for e in log if isinstance(e, Step)):
+  for step in steps:
     for request_id in step.emitted_ids:
       start_s = last_token_s.get(request_id, step.end_s)
       last_token_s[request_id] = step.end_s

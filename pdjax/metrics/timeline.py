@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import json
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pdjax.core.events import Arrived, Copied, Event, Failed, Finished, Preempted, Step
@@ -93,13 +93,27 @@ def chrome_trace(
 
 def write_chrome_trace(
   path: pathlib.Path,
-  log: Iterable[Event],
+  runs: Mapping[str, Iterable[Event]],
   config: ModelConfig | None = None,
   *,
   bytes_per_value: float = 2,
 ) -> None:
-  """Writes `chrome_trace` as JSON to `path`."""
-  trace = chrome_trace(log, config, bytes_per_value=bytes_per_value)
+  """Writes the traces of named runs to one file, each on its own tracks `run: pool`."""
+  rows: list[dict[str, Any]] = []
+  first_pid = 0
+  for run, log in runs.items():
+    trace = chrome_trace(log, config, bytes_per_value=bytes_per_value)["traceEvents"]
+    for row in trace:
+      row["pid"] += first_pid
+      if "id" in row:  # arrows of different runs must not join
+        row["id"] = f"{run} {row['id']}"
+      if row["name"] == "process_name":
+        row["args"]["name"] = f"{run}: {row['args']['name']}"
+      elif row["name"] == "process_sort_index":
+        row["args"]["sort_index"] = row["pid"]
+    rows += trace
+    first_pid = max((row["pid"] for row in rows), default=-1) + 1
+  trace = {"traceEvents": rows, "displayTimeUnit": "ms"}
   pathlib.Path(path).write_text(json.dumps(trace, separators=(",", ":")))
 
 

@@ -71,11 +71,15 @@ softmax_reduction = Reduction(_softmax_init, _softmax_step, _softmax_finish)
 
 
 class PrefillBatch(NamedTuple):
-  """Prompt tokens in tiles of T / n_tiles, each of one row; a slice begins at a tile border."""
+  """Prompt tokens of several rows, packed. For attention each slice is cut into tiles of one row.
+
+  Only the tiles have gaps, the tokens do not, so the linear layers see no padding between slices.
+  """
 
   tokens: jax.Array  # [T]
   positions: jax.Array  # [T], -1 for padding
-  tables: jax.Array  # [n_tiles, P]
+  tiles: jax.Array  # [n_tiles, tile] indices into T; T for padding
+  tables: jax.Array  # [n_tiles, P], of the row of each tile
   num_tiles: jax.Array  # [], int32: the tiles in use, which come first
 
 
@@ -123,24 +127,31 @@ def attend(
   return out.reshape(num_rows, num_tokens, num_heads, head_dim).astype(q.dtype)
 
 
-def _tiles(prefill: PrefillBatch, x: jax.Array) -> jax.Array:
-  """[T, ...] as [n_tiles, tile, ...]."""
-  num_tiles, _ = prefill.tables.shape
-  num_tokens, *rest = x.shape
-  return x.reshape(num_tiles, num_tokens // num_tiles, *rest)
+def _tile_positions(prefill: PrefillBatch) -> jax.Array:  # [n_tiles, tile], -1 for padding
+  return prefill.positions.at[prefill.tiles].get(mode="fill", fill_value=-1)
+
+
+def _locate_packed(layout: KVLayout, prefill: PrefillBatch) -> tuple[jax.Array, jax.Array]:
+  """`kv_cache.locate` of packed tokens: (outer, inner), each [T]."""
+  (num_tokens,) = prefill.positions.shape
+  outer, inner = kv_cache.locate(layout, prefill.tables, _tile_positions(prefill))
+  nowhere = jnp.full(num_tokens, layout.num_pages, outer.dtype)  # padding is in no tile
+  tiles = prefill.tiles
+  return nowhere.at[tiles].set(outer, mode="drop"), nowhere.at[tiles].set(inner, mode="drop")
 
 
 def _attend_tiles(layout, reduction, q, prefill, layer_cache):
   """Attends tile by tile, so that each reads no more keys than its own row and place need."""
-  tiles = _tiles(prefill, q)
-  positions = _tiles(prefill, prefill.positions)
+  tiles = q.at[prefill.tiles].get(mode="fill", fill_value=0)  # [n_tiles, tile, H, h]
+  positions = _tile_positions(prefill)
 
   def body(i, out):
     q, p, table = (lax.dynamic_slice_in_dim(x, i, 1) for x in (tiles, positions, prefill.tables))
     tile = attend(layout, reduction, q, p, table, layer_cache, block_size=PREFILL_KEY_BLOCK)
     return lax.dynamic_update_slice_in_dim(out, tile, i, 0)
 
-  return lax.fori_loop(0, prefill.num_tiles, body, jnp.zeros_like(tiles)).reshape(q.shape)
+  out = lax.fori_loop(0, prefill.num_tiles, body, jnp.zeros_like(tiles))
+  return jnp.zeros_like(q).at[prefill.tiles].set(out, mode="drop")
 
 
 Attend = Callable[
@@ -157,7 +168,7 @@ def make_attend(
   """The `attend` of one step, for every layer of it; `prefill`, `decode` or both."""
   places = []
   if prefill is not None:
-    places.append(kv_cache.locate(layout, prefill.tables, _tiles(prefill, prefill.positions)))
+    places.append(_locate_packed(layout, prefill))
   if decode is not None:
     places.append(kv_cache.locate(layout, decode.tables, decode.positions[:, None]))
   outer, inner = (jnp.concatenate([x.ravel() for x in xs]) for xs in zip(*places, strict=True))

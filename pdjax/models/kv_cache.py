@@ -70,10 +70,14 @@ class KVLayout:
     return outer, self.num_kv_heads, self.pages_per_outer * self.page_size, self.head_dim
 
   @property
-  def num_bytes(self) -> int:
-    outer, num_kv_heads, inner, head_dim = self.shape
-    num_values = 2 * self.num_layers * outer * num_kv_heads * inner * head_dim
+  def bytes_per_token(self) -> int:
+    """K and V of one token over all layers."""
+    num_values = 2 * self.num_layers * self.num_kv_heads * self.head_dim
     return num_values * jnp.dtype(self.dtype).itemsize
+
+  @property
+  def num_bytes(self) -> int:
+    return self.num_pages * self.page_size * self.bytes_per_token
 
 
 def init_cache(

@@ -68,8 +68,9 @@ def length_or_stop(seq: Sequence) -> str | None:
 class Scheduler:
   """Plans the steps of one pool. `next_step` may be called while earlier plans are in flight.
 
-  Victim rule: a sequence that must grow and finds no page takes them from the newest admitted
-  sequence that is not in the step yet. The oldest is never a victim, so something always advances.
+  Victim rule: a sequence that must grow and finds no page takes them from the newest sequence
+  admitted after it that is not in the step yet. The oldest is never a victim, so something always
+  advances.
 
   Raises:
     ValueError: a token budget that cannot hold one decode of every row.
@@ -132,10 +133,15 @@ class Scheduler:
     self._count(seq, 1)
 
   def detach(self, seq: Sequence) -> None:
-    """Stops planning a running sequence; it keeps its row until `give_back`."""
+    """Stops planning a running sequence; it keeps its row until `drop`.
+
+    What is in flight for it is forgotten: the next pool goes on from what was computed.
+    """
     del self.running[seq.request_id]
     self.leaving[seq.request_id] = seq
+    self.pages_owed.pop(seq.request_id, None)
     self._count(seq, -1)
+    seq.num_scheduled_tokens, seq.num_pending_tokens = seq.num_computed_tokens, 0
 
   def give_back(self, row: int) -> None:
     """Frees a row and its pages, at the end of the last plan in flight that touches it."""
@@ -292,7 +298,7 @@ def _output_left(seq: Sequence) -> int:
 
 
 class StepBuilder:
-  """What a policy writes a step with. Keeps every invariant: budget, rows, pages, one slice each."""
+  """What a policy writes a step with. Keeps every invariant: budget, rows, pages, one slice."""
 
   def __init__(self, scheduler: Scheduler, step_id: int):
     self._scheduler = scheduler
@@ -400,7 +406,9 @@ class StepBuilder:
 
   def _preempt_newest(self, keep: Sequence) -> bool:
     for victim in reversed(self._scheduler.running.values()):
-      if victim is not keep and victim.request_id not in self._taken:
+      if victim is keep:
+        return False  # never an older one: two could take each other's pages for ever
+      if victim.request_id not in self._taken:
         self._scheduler.preempt(victim)
         self._taken.add(victim.request_id)
         self._preempted.append(victim)

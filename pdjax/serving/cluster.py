@@ -53,7 +53,7 @@ class Cluster:
 
   Raises:
     ValueError: roles that cannot serve a request to its end, names used twice, or pools whose page
-      sizes differ, in one message.
+      sizes differ.
   """
 
   def __init__(self, pools: Seq[Pool], router: Router = least_outstanding_tokens):
@@ -94,8 +94,10 @@ class Cluster:
 
   def reserve(self, seq: Sequence) -> tuple[Pool, int] | None:
     """A decode pool and a row there with room for prompt + max_tokens - 1 tokens; None: wait."""
-    by_load = sorted(self.decode, key=lambda p: p.scheduler.output_tokens_left)
-    for pool in by_load:
+    left = {p.name: p.scheduler.output_tokens_left for p in self.decode}
+    for transfer in self.transfers:  # not adopted yet, so its scheduler does not count it
+      left[transfer.target.name] += transfer.seq.request.sampling.max_tokens - 1
+    for pool in sorted(self.decode, key=lambda p: left[p.name]):
       row = pool.scheduler.reserve(seq.request.max_cached_tokens)
       if row is not None:
         return pool, row

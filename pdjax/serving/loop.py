@@ -25,7 +25,7 @@ class Inbox:
   def __init__(self, requests: Iterable[Request] = (), *, is_open: bool = False):
     self._heap: list[tuple[float, int, Request | int]] = []
     self._order = itertools.count()
-    self._ids: set[int] = set()
+    self._arrival_s: dict[int, float] = {}  # of every request ever submitted
     self.is_open = is_open
     for request in requests:
       self.submit(request)
@@ -36,13 +36,17 @@ class Inbox:
     Raises:
       ValueError: its id was used before.
     """
-    if request.request_id in self._ids:
+    if request.request_id in self._arrival_s:
       raise ValueError(f"request id {request.request_id} was submitted before")
-    self._ids.add(request.request_id)
+    self._arrival_s[request.request_id] = request.arrival_s
     heapq.heappush(self._heap, (request.arrival_s, next(self._order), request))
 
   def cancel(self, request_id: int, at_s: float = 0.0) -> None:
-    """Ends a request at `at_s` or at the next turn. One that has ended already is left alone."""
+    """Ends a request at `at_s` or at the next turn, but not before it arrives.
+
+    One that has ended already, or was never submitted, is left alone.
+    """
+    at_s = max(at_s, self._arrival_s.get(request_id, at_s))
     heapq.heappush(self._heap, (at_s, next(self._order), request_id))
 
   def close(self) -> None:
@@ -101,7 +105,7 @@ class _Loop:
     while True:
       turn = Turn(self.clock.now_s())
       self._drain(turn)
-      self._hand_off(turn.now_s)
+      self._hand_off(turn)
       self._submit()
       tickets = [ticket for pool in self.cluster.pools for _, ticket, _ in pool.in_flight]
       tickets += [transfer.ticket for transfer in self.cluster.transfers]
@@ -145,9 +149,10 @@ class _Loop:
 
   def _cancel(self, request_id: int, turn: Turn) -> None:
     for transfer in self.cluster.transfers:
-      if transfer.seq.request_id == request_id and not transfer.is_cancelled:
-        transfer.is_cancelled = True  # its pages are busy: freed when the copy ends
-        self._fail(request_id, transfer.target, "cancelled", turn)
+      if transfer.seq.request_id == request_id:
+        if not transfer.is_cancelled:
+          transfer.is_cancelled = True  # its pages are busy: freed when the copy ends
+          self._fail(request_id, transfer.target, "cancelled", turn)
         return
     for pool in self.cluster.pools:
       if pool.scheduler.drop(request_id) is not None:
@@ -165,7 +170,7 @@ class _Loop:
 
   # Work out to the devices ---------------------------------------------------------------------
 
-  def _hand_off(self, now_s: float) -> None:
+  def _hand_off(self, turn: Turn) -> None:
     outbox = self.cluster.outbox
     while outbox:
       source, seq = outbox[0]
@@ -182,12 +187,19 @@ class _Loop:
         num_tokens=seq.num_computed_tokens,
         first_token_id=seq.output_ids[-1],
         sampling=seq.request.sampling,
-        now_s=now_s,
+        now_s=turn.now_s,
       )
-      ticket = target.executor.import_(
-        handle, row=row, page_ids=target.scheduler.pages.table(row), now_s=now_s
-      )
-      self.cluster.transfers.append(Transfer(seq, source, target, row, handle, ticket, now_s))
+      try:
+        ticket = target.executor.import_(
+          handle, row=row, page_ids=target.scheduler.pages.table(row), now_s=turn.now_s
+        )
+      except Exception as error:  # no copy began; as one that fails later, in `_commit_transfer`
+        source.scheduler.drop(seq.request_id)
+        source.executor.drop(handle)
+        target.scheduler.give_back(row)
+        self._fail(seq.request_id, target, f"hand-off failed: {error!r}", turn)
+        continue
+      self.cluster.transfers.append(Transfer(seq, source, target, row, handle, ticket, turn.now_s))
 
   def _submit(self) -> None:
     for pool in self.cluster.pools:

@@ -1,7 +1,7 @@
 """How long requests are.
 
-Each family has `pairs(n, rng)`: n times (prompt tokens, output tokens), all at least 1. Prompt and
-output are drawn independently.
+Each family has `pairs(n, rng)`: n times (prompt tokens, output tokens), all at least 1, and
+`longest`, a bound on both. Prompt and output are drawn independently.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ class Fixed:
     for name in ("prompt_tokens", "output_tokens"):
       _check_rising(name, (getattr(self, name),))
 
+  @property
+  def longest(self) -> Lengths:
+    return Lengths(self.prompt_tokens, self.output_tokens)
+
   def pairs(self, n: int, rng: np.random.Generator) -> list[Lengths]:
     return [Lengths(self.prompt_tokens, self.output_tokens)] * n
 
@@ -53,6 +57,10 @@ class Uniform:
   def __post_init__(self):
     for name in ("prompt_tokens", "output_tokens"):
       _check_rising(name, getattr(self, name), "lo, hi")
+
+  @property
+  def longest(self) -> Lengths:
+    return Lengths(self.prompt_tokens[-1], self.output_tokens[-1])
 
   def pairs(self, n: int, rng: np.random.Generator) -> list[Lengths]:
     prompts, outputs = (_uniform(r, n, rng) for r in (self.prompt_tokens, self.output_tokens))
@@ -73,6 +81,10 @@ class LogNormal:
   def __post_init__(self):
     for name in ("prompt_tokens", "output_tokens"):
       _check_rising(name, getattr(self, name), "median, p90, max")
+
+  @property
+  def longest(self) -> Lengths:
+    return Lengths(self.prompt_tokens[-1], self.output_tokens[-1])
 
   def pairs(self, n: int, rng: np.random.Generator) -> list[Lengths]:
     columns = []
@@ -103,6 +115,11 @@ class Mix:
       _check_rising(name, getattr(self, name), "lo, hi")
     if self.long_every < 1:
       raise ValueError(f"long_every={self.long_every} must be at least 1")
+
+  @property
+  def longest(self) -> Lengths:
+    prompt = max(self.prompt_tokens[-1], self.long_prompt_tokens[-1])
+    return Lengths(prompt, self.output_tokens[-1])
 
   def pairs(self, n: int, rng: np.random.Generator) -> list[Lengths]:
     prompts = _uniform(self.prompt_tokens, n, rng)

@@ -15,7 +15,7 @@ from pdjax.metrics.timeline import chrome_trace, write_chrome_trace
 
 pytestmark = pytest.mark.quick
 
-TINY = ModelConfig(
+SMALL = ModelConfig(
   name="tiny",
   num_layers=2,
   d_model=8,
@@ -74,12 +74,12 @@ def process_names(trace: dict) -> dict[int, str]:
 
 def test_a_run_with_everything_is_valid(mixed_log, handoff_log):
   for log in (mixed_log, handoff_log):
-    for config in (None, TINY):
+    for config in (None, SMALL):
       check_format(chrome_trace(log, config))
 
 
 def test_each_step_is_a_slice_in_microseconds_with_its_work(mixed_log):
-  trace = chrome_trace(mixed_log, TINY)
+  trace = chrome_trace(mixed_log, SMALL)
   steps = slices_of(trace, "step")
   assert [s["name"] for s in steps] == ["prefill", "decode", "prefill", "mixed", "prefill"]
   mixed = steps[3]
@@ -161,10 +161,16 @@ def test_copies_never_share_a_lane(make_arrival, times):
   check_format(chrome_trace(log))
 
 
-def test_what_is_written_is_what_was_made(handoff_log, tmp_path):
+def test_two_runs_in_one_file_keep_their_own_tracks_and_arrows(handoff_log, mixed_log, tmp_path):
   path = tmp_path / "trace.json"
-  write_chrome_trace(path, handoff_log, TINY)
-  assert json.loads(path.read_text()) == chrome_trace(handoff_log, TINY)
+  write_chrome_trace(path, {"a": handoff_log, "b": mixed_log, "c": handoff_log}, SMALL)
+  trace = json.loads(path.read_text())
+  check_format(trace)
+  alone = [chrome_trace(log, SMALL)["traceEvents"] for log in (handoff_log, mixed_log, handoff_log)]
+  assert len(trace["traceEvents"]) == sum(map(len, alone))
+  names = list(process_names(trace).values())
+  assert len(set(names)) == len(names)
+  assert {name.partition(": ")[0] for name in names} == {"a", "b", "c"}
 
 
 def test_an_empty_log_is_an_empty_trace():

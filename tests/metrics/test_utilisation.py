@@ -10,7 +10,7 @@ from pdjax.metrics.utilisation import pool_usage, span_s, step_work
 
 pytestmark = pytest.mark.quick
 
-TINY = ModelConfig(
+SMALL = ModelConfig(
   name="tiny",
   num_layers=2,
   d_model=8,
@@ -42,7 +42,7 @@ def test_tokens_are_counted_by_kind_of_step(mixed_log):
 
 
 def test_kinds_sum_to_the_total(mixed_log):
-  usage = pool_usage(mixed_log, TINY)["m"]
+  usage = pool_usage(mixed_log, SMALL)["m"]
   for field in ("num_steps", "busy_s", "num_tokens", "flops", "num_bytes"):
     whole = getattr(usage.total, field)
     assert whole == sum(getattr(work, field) for work in usage.by_kind.values()) > 0
@@ -55,25 +55,25 @@ def test_without_a_model_there_are_no_flops(mixed_log):
 
 
 def test_flops_of_a_decode_are_two_per_weight_and_four_per_cached_value(make_step):
-  work = step_work(make_step("m", 0, 0.0, 0.5, decode=((0, 9),), emits=(0,)), TINY)
-  matmul = 2 * (TINY.num_layers * (TINY.attention_params + TINY.mlp_params) + 32 * 8)
-  attention = 4 * TINY.num_layers * 10 * 8  # 10 tokens in the cache, 2 heads of 4
+  work = step_work(make_step("m", 0, 0.0, 0.5, decode=((0, 9),), emits=(0,)), SMALL)
+  matmul = 2 * (SMALL.num_layers * (SMALL.attention_params + SMALL.mlp_params) + 32 * 8)
+  attention = 4 * SMALL.num_layers * 10 * 8  # 10 tokens in the cache, 2 heads of 4
   assert matmul + attention <= work.flops < 1.5 * (matmul + attention)  # then the elementwise part
   assert work.flops_per_s == work.flops / 0.5
   weights = 2 * matmul / 2
   assert work.num_bytes > weights
-  half = step_work(make_step("m", 0, 0.0, 0.5, decode=((0, 9),)), TINY, bytes_per_value=1)
+  half = step_work(make_step("m", 0, 0.0, 0.5, decode=((0, 9),)), SMALL, bytes_per_value=1)
   assert half.num_bytes == work.num_bytes / 2
 
 
 def test_only_the_chunk_that_ends_a_prompt_goes_through_the_lm_head(make_step):
-  chunk = step_work(make_step("m", 0, 0.0, 1.0, prefill=((0, 0, 4),)), TINY)
-  whole = step_work(make_step("m", 0, 0.0, 1.0, prefill=((0, 0, 4),), emits=(0,)), TINY)
-  assert whole.flops - chunk.flops == 2 * TINY.d_model * TINY.vocab_size
+  chunk = step_work(make_step("m", 0, 0.0, 1.0, prefill=((0, 0, 4),)), SMALL)
+  whole = step_work(make_step("m", 0, 0.0, 1.0, prefill=((0, 0, 4),), emits=(0,)), SMALL)
+  assert whole.flops - chunk.flops == 2 * SMALL.d_model * SMALL.vocab_size
 
 
 def test_prefill_does_more_flops_per_byte_than_decode(make_step):
-  wide = dataclasses.replace(TINY, d_model=512, num_heads=8, head_dim=64, d_ff=2048)
+  wide = dataclasses.replace(SMALL, d_model=512, num_heads=8, head_dim=64, d_ff=2048)
   prefill = step_work(make_step("m", 0, 0.0, 1.0, prefill=((0, 0, 64),), emits=(0,)), wide)
   decode = step_work(make_step("m", 1, 0.0, 1.0, decode=((0, 64),), emits=(0,)), wide)
   assert prefill.flop_per_byte > 10 * decode.flop_per_byte
@@ -81,4 +81,4 @@ def test_prefill_does_more_flops_per_byte_than_decode(make_step):
 
 def test_an_empty_log_has_no_pools():
   assert span_s(EventLog()) == 0.0
-  assert pool_usage(EventLog(), TINY) == {}
+  assert pool_usage(EventLog(), SMALL) == {}

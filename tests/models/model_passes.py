@@ -18,21 +18,22 @@ def make_tables(layout: KVLayout, seed: int = 0) -> np.ndarray:
 
 
 def prefill_batch(layout, tables, slices, *, num_tiles, tile):
-  """`slices`: (row, start, ids) each. Returns the batch and the flat places of the tokens."""
-  tokens = np.zeros((num_tiles, tile), np.int32)
-  positions = np.full((num_tiles, tile), -1, np.int32)
+  """`slices`: (row, start, ids) each, packed. Returns the batch and the places of the tokens."""
+  num_padded = num_tiles * tile
+  tokens, positions = np.zeros(num_padded, np.int32), np.full(num_padded, -1, np.int32)
+  tiles = np.full((num_tiles, tile), num_padded, np.int32)
   tile_tables = np.full((num_tiles, layout.pages_per_row), layout.num_pages, np.int32)
-  used, places = 0, []
+  used = at = 0
   for row, start, ids in slices:
+    tokens[at : at + len(ids)] = ids
+    positions[at : at + len(ids)] = start + np.arange(len(ids))
     for first in range(0, len(ids), tile):
-      part = ids[first : first + tile]
-      tokens[used, : len(part)] = part
-      positions[used, : len(part)] = start + first + np.arange(len(part))
+      size = min(tile, len(ids) - first)
+      tiles[used, :size] = at + first + np.arange(size)
       tile_tables[used] = tables[row]
-      places += [used * tile + i for i in range(len(part))]
       used += 1
-  batch = PrefillBatch(tokens.ravel(), positions.ravel(), tile_tables, np.int32(used))
-  return batch, np.array(places)
+    at += len(ids)
+  return PrefillBatch(tokens, positions, tiles, tile_tables, np.int32(used)), np.arange(at)
 
 
 def decode_batch(layout, tables, entries, *, num_rows):

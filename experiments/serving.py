@@ -1,0 +1,431 @@
+"""Serve one workload under several strategies and report: the body of `compare` and `run`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.program import Progress
+from experiments.worlds import World, make_cluster, make_world
+from pdjax.analysis.capacity import capacity_rps, derive_slo
+from pdjax.analysis.verdict import StrategyRun, analyse, interference_line, verdict
+from pdjax.config import ExperimentConfig
+from pdjax.core.events import EventLog, write_events
+from pdjax.core.names import pick
+from pdjax.core.plain import to_plain
+from pdjax.core.request import Request, SamplingParams
+from pdjax.metrics.goodput import Slo, achieved_rate_rps
+from pdjax.metrics.latency import enough
+from pdjax.metrics.timeline import write_chrome_trace
+from pdjax.serving.loop import Inbox, serve
+from pdjax.workloads import make_requests
+from pdjax.workloads.arrivals import ARRIVALS, Recorded
+from pdjax.workloads.prompts import corpus_source
+from pdjax.workloads.traces import TraceRow, read_trace
+
+TIE_MARGIN = 1e-3  # logits: float32 sums in another order may differ by so much
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Experiment:
+  """Everything one comparison measured."""
+
+  config: ExperimentConfig
+  world: World
+  slo: Slo
+  rate_rps: float | None
+  capacity_rps: float
+  requests: tuple[Request, ...]
+  runs: dict[str, StrategyRun]
+  was_interrupted: bool = False
+
+
+# Before anything compiles -------------------------------------------------------------------------
+
+
+def check(config: ExperimentConfig) -> tuple[World, list[TraceRow] | None]:
+  """The world of an experiment and its trace, if it has one; finds all wrong input that it can.
+
+  Raises:
+    ValueError: what is wrong, where, and what to do.
+  """
+  workload = config.workload
+  trace = None if workload.trace is None else read_trace(workload.trace)
+  if trace is None:
+    pick(ARRIVALS, workload.arrivals, "arrivals")
+    if workload.arrivals == "trace":
+      raise ValueError("workload.arrivals=trace needs --trace=FILE")
+    longest = workload.lengths.longest
+  else:
+    trace = trace[: workload.num_requests]
+    longest = _longest_of(trace)
+  world = make_world(config, longest)
+  for strategy in config.strategies:
+    # The scheduler alone knows what it can hold; it needs no device for that.
+    cluster = make_cluster(config, strategy, world.pages, lambda device: _Nowhere())
+    rows = trace or [TraceRow(0.0, *longest)]
+    for number, row in enumerate(rows):
+      request = _request(number, 0.0, row.prompt_tokens, row.output_tokens)
+      reason = cluster.refusal(request)
+      if reason is not None:
+        where = f"{workload.trace}: row {number + 1}" if trace else "workload.lengths: the longest"
+        raise ValueError(
+          f"{where} ({row.prompt_tokens} prompt, {row.output_tokens} output tokens) cannot run "
+          f"under {strategy}: {reason}"
+        )
+  return world, trace
+
+
+class _Nowhere:
+  vocab_size = None
+
+
+def _longest_of(trace: Sequence[TraceRow]) -> tuple[int, int]:
+  """The row that needs the largest cache. The longest prompt of all must fit beside one token."""
+  prompt, output = max((r.lengths for r in trace), key=sum)
+  longest_prompt = max(r.prompt_tokens for r in trace)
+  return max((prompt, output), (longest_prompt, prompt + output - longest_prompt))
+
+
+def _request(number: int, arrival_s: float, prompt_tokens: int, output_tokens: int) -> Request:
+  return Request(
+    request_id=number,
+    arrival_s=arrival_s,
+    num_prompt_tokens=prompt_tokens,
+    sampling=SamplingParams(max_tokens=output_tokens),
+  )
+
+
+# The run ------------------------------------------------------------------------------------------
+
+
+def run_experiment(config: ExperimentConfig, progress: Progress) -> Experiment:
+  """Measures the world's steps, derives rate and SLOs, and serves under every strategy in turn.
+
+  Ctrl-C once the first strategy serves ends the experiment with what there is.
+  """
+  world, trace = check(config)
+  world.prepare(progress.update)
+  workload, pages = config.workload, world.pages
+  rng = np.random.default_rng(workload.seed)
+  longest_prompt = (_longest_of(trace) if trace else workload.lengths.longest)[0]
+  if trace is None:
+    # Capacity is that of the mix, so from many draws, not only from those that will be served.
+    sample = workload.lengths.pairs(1000, np.random.default_rng(workload.seed))
+  else:
+    sample = [row.lengths for row in trace]
+  capacity = capacity_rps(
+    world.together, sample, num_pools=config.num_devices, num_rows=pages.num_rows
+  )
+  if trace is not None:
+    lengths = sample
+    arrivals = Recorded(arrivals_s=tuple(row.arrival_s for row in trace))
+    rate_rps = None
+  else:
+    rate_rps = workload.rate_rps or workload.load * capacity
+    num_requests = workload.num_requests or max(1, round(rate_rps * workload.duration_s))
+    lengths = workload.lengths.pairs(num_requests, rng)
+    family = ARRIVALS[workload.arrivals]
+    knobs = {"rate_rps": rate_rps, "cv": workload.cv}
+    arrivals = family(**{f.name: knobs[f.name] for f in dataclasses.fields(family)})
+  derived = derive_slo(
+    world.alone,
+    num_rows=pages.num_rows,
+    longest_prompt=longest_prompt,
+    ttft_multiple=config.slo.ttft_multiple,
+    tpot_multiple=config.slo.tpot_multiple,
+  )
+  slo = Slo(ttft_s=config.slo.ttft_s or derived.ttft_s, tpot_s=config.slo.tpot_s or derived.tpot_s)
+  sampling = SamplingParams(
+    max_tokens=1,
+    temperature=config.sampling.temperature,
+    top_k=config.sampling.top_k,
+    top_p=config.sampling.top_p,
+  )
+  requests = make_requests(
+    arrivals.times_s(len(lengths), rng),
+    lengths,
+    world.prompts(lengths, workload.seed, chat=workload.chat),
+    sampling,
+  )
+  experiment = Experiment(
+    config=config,
+    world=world,
+    slo=slo,
+    rate_rps=rate_rps,
+    capacity_rps=capacity,
+    requests=requests,
+    runs={},
+  )
+  progress.done(
+    f"{world.label}: {len(requests)} requests, "
+    + (f"{rate_rps:.2f} a second ({rate_rps / capacity:.2f} of capacity {capacity:.2f}), "
+       if rate_rps else "arrivals of the trace, ")
+    + f"SLOs TTFT {slo.ttft_s:.3g} s and TPOT {slo.tpot_s:.3g} s"
+  )  # fmt: skip
+  for strategy in config.strategies:
+    log = EventLog()
+    try:
+      _serve(experiment, strategy, log, progress)
+    except KeyboardInterrupt:
+      experiment.was_interrupted = True
+    experiment.runs[strategy] = analyse(strategy, log, slo)
+    if experiment.was_interrupted:
+      progress.done("interrupted: reporting what was measured so far")
+      break
+  return experiment
+
+
+def _serve(experiment: Experiment, strategy: str, log: EventLog, progress: Progress) -> None:
+  world, config = experiment.world, experiment.config
+  cluster = make_cluster(config, strategy, world.pages, world.executor)
+  num_ended = num_tokens = 0
+  clock = world.clock()
+  now_s = 0.0
+  for turn in serve(
+    cluster,
+    Inbox(experiment.requests),
+    clock,
+    log,
+    steps_in_flight=config.scheduler.steps_in_flight,
+  ):
+    num_ended += len(turn.ended) + len(turn.failed)
+    num_tokens += len(turn.tokens)
+    now_s = turn.now_s
+    progress.update(_line(strategy, num_ended, len(experiment.requests), num_tokens, now_s))
+  progress.done(_line(strategy, num_ended, len(experiment.requests), num_tokens, now_s))
+
+
+def _line(strategy: str, num_ended: int, num_requests: int, num_tokens: int, now_s: float) -> str:
+  rate = num_tokens / now_s if now_s else 0.0
+  return f"{strategy}: {num_ended} of {num_requests} requests, {rate:.1f} tokens/s, {now_s:.1f} s"
+
+
+# Are the tokens the same? -------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+  """The first token at which a strategy left what the first strategy gave."""
+
+  request_id: int
+  position: int  # among the output tokens
+  strategies: tuple[str, str]
+  token_ids: tuple[int, int]
+  margin: float | None  # between the two likeliest tokens there, in logits; None: not known
+
+  @property
+  def is_tie(self) -> bool:
+    return self.margin is not None and self.margin < TIE_MARGIN
+
+  def __str__(self) -> str:
+    margin = "unknown" if self.margin is None else f"{self.margin:.2g}"
+    return (
+      f"request {self.request_id}, output token {self.position}: "
+      f"{self.strategies[0]} {self.token_ids[0]}, {self.strategies[1]} {self.token_ids[1]}, "
+      f"top-2 logit margin {margin}" + (" (a tie)" if self.is_tie else "")
+    )
+
+
+def compare_tokens(experiment: Experiment) -> tuple[int, list[Difference]]:
+  """How many tokens all strategies have in common to compare, and where they first differ."""
+  runs = list(experiment.runs.values())
+  num_compared, differences = 0, []
+  for request in experiment.requests:
+    streams = []
+    for run in runs:
+      record = run.records.get(request.request_id)
+      streams.append(record.token_ids if record is not None else ())
+    num_compared += min(map(len, streams))
+    for run, stream in zip(runs[1:], streams[1:]):
+      position = next((i for i, (a, b) in enumerate(zip(streams[0], stream)) if a != b), None)
+      if position is None:
+        continue
+      margin = None
+      if request.prompt_ids is not None:
+        prefix = (*request.prompt_ids, *stream[:position])
+        margin = experiment.world.top2_margin(prefix)
+      differences.append(
+        Difference(
+          request_id=request.request_id,
+          position=position,
+          strategies=(runs[0].name, run.name),
+          token_ids=(streams[0][position], stream[position]),
+          margin=margin,
+        )
+      )
+  return num_compared, differences
+
+
+# The report ---------------------------------------------------------------------------------------
+
+
+def table(runs: Mapping[str, StrategyRun]) -> str:
+  """One row a strategy. A percentile over too few values for it is marked with `!`."""
+  header = ("", "TTFT p50", "p99", "TPOT p50", "p99", "ITL p99", "max", "SLOs met", "tokens/s",
+            "handed off", "copy/prefill")  # fmt: skip
+  rows = [header]
+  for name, run in runs.items():
+    s = run.summary
+    rows.append(
+      (
+        name,
+        _value(s["ttft_s"], "p50", 50),
+        _value(s["ttft_s"], "p99", 99),
+        _value(s["tpot_s"], "p50", 50),
+        _value(s["tpot_s"], "p99", 99),
+        _value(s["itl_s"], "p99", 99),
+        _value(s["itl_s"], "max", 0),
+        f"{s['attainment']:.0%}" if s["attainment"] is not None else "n/a",
+        f"{s['output_tokens_per_s']:.1f}" if s["output_tokens_per_s"] else "n/a",
+        _bytes(s["handoff_bytes"]),
+        f"{s['copy_s']:.2g} / {s['prefill_s']:.3g} s" if s["handoff_bytes"] else "-",
+      )
+    )
+  widths = [max(map(len, column)) for column in zip(*rows)]
+  lines = [
+    "  ".join(
+      cell.ljust(width) if i == 0 else cell.rjust(width)
+      for i, (cell, width) in enumerate(zip(row, widths))
+    )
+    for row in rows
+  ]
+  counts = "; ".join(
+    f"{name} {run.summary['ttft_s']['n']} / {run.summary['tpot_s']['n']} / "
+    f"{run.summary['itl_s']['n']}"
+    for name, run in runs.items()
+  )
+  lines.append(f"n of TTFT / TPOT / ITL: {counts}. (!) n is too small for this percentile.")
+  return "\n".join(lines)
+
+
+def _value(stats: Mapping[str, Any], key: str, q: float) -> str:
+  value_s = stats[key]
+  if value_s is None:
+    return "n/a"
+  text = f"{value_s * 1e3:.0f} ms" if value_s < 10 else f"{value_s:.1f} s"
+  return text if enough(stats["n"], q) else text + "!"
+
+
+def _bytes(num_bytes: float) -> str:
+  if not num_bytes:
+    return "-"
+  for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    if num_bytes >= size:
+      return f"{num_bytes / size:.3g} {unit}"
+  return f"{num_bytes:.0f} B"
+
+
+def report(experiment: Experiment) -> tuple[str, dict[str, Any]]:
+  """The text for a person and the same as plain data, without files and figures."""
+  world, runs, slo = experiment.world, experiment.runs, experiment.slo
+  decode_step_s = world.alone.decode_s(world.pages.num_rows)
+  achieved = achieved_rate_rps(next(iter(runs.values())).records)
+  asked = "trace" if experiment.rate_rps is None else f"{experiment.rate_rps:.3g} requests/s"
+  words = verdict(runs, slo, decode_step_s, list(world.caveats))
+  text = "\n".join(
+    [
+      f"\n== {world.label} ==",
+      f"{len(experiment.requests)} requests; asked {asked}, drawn "
+      + (f"{achieved:.3g}/s" if achieved else "n/a")
+      + f"; capacity {experiment.capacity_rps:.3g}/s; SLOs: TTFT {_ms(slo.ttft_s)}, "
+      f"TPOT {_ms(slo.tpot_s)}; a decode step of {world.pages.num_rows} rows alone "
+      f"{_ms(decode_step_s)}",
+      "",
+      table(runs),
+      "",
+      interference_line(runs),
+      "Verdict",
+      words,
+    ]
+  )
+  data = {
+    "strategies": {name: run.summary for name, run in runs.items()},
+    "label": world.label,
+    "backend": experiment.config.backend,
+    "config": to_plain(experiment.config),
+    "slo": to_plain(slo),
+    "rate_rps": {
+      "asked": experiment.rate_rps, "achieved": achieved, "capacity": experiment.capacity_rps
+    },
+    "step_times": {"alone": to_plain(world.alone), "together": to_plain(world.together)},
+    "interference": {
+      name: {"same_pool": to_plain(run.same_pool), "any_pool": to_plain(run.any_pool)}
+      for name, run in runs.items()
+    },
+    "interrupted": experiment.was_interrupted,
+    "verdict": words,
+  }  # fmt: skip
+  return text, data
+
+
+def _ms(value_s: float) -> str:
+  return f"{value_s * 1e3:.3g} ms" if value_s < 1 else f"{value_s:.3g} s"
+
+
+def token_report(experiment: Experiment) -> tuple[str, dict[str, Any], bool]:
+  """Whether strategies agree on every token: text, data, and whether a difference is no tie."""
+  num_compared, differences = compare_tokens(experiment)
+  data = {
+    "tokens_identical": not differences,
+    "num_tokens_compared": num_compared,
+    "token_differences": [
+      {**to_plain(d), "is_tie": d.is_tie} for d in differences
+    ],
+  }  # fmt: skip
+  if experiment.world.prompts([], 0, chat=False) is None:
+    return "", {"tokens_identical": None, "num_tokens_compared": 0}, False
+  if not differences:
+    return f"Tokens: {num_compared} compared, identical under all strategies.", data, False
+  wrong = [d for d in differences if not d.is_tie]
+  lines = [f"Tokens: {num_compared} compared; {len(differences)} requests differ"]
+  lines += [f"  {d}" for d in differences]
+  if wrong:
+    lines.append("  A difference that is no tie means that a strategy is wrong: this run FAILED.")
+  return "\n".join(lines), data, bool(wrong)
+
+
+def machine() -> dict[str, Any]:
+  """Where and when this ran, for the record."""
+  return {
+    "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+    "python": platform.python_version(),
+    "processor": platform.machine(),
+    "num_cores": os.cpu_count(),
+    "load_1min": os.getloadavg()[0],
+    "prompts": corpus_source(),
+  }
+
+
+def write_results(out: pathlib.Path, experiment: Experiment, data: Mapping[str, Any]) -> list[str]:
+  """Writes events, summary, timeline and pictures; returns the names of the files."""
+  out.mkdir(parents=True, exist_ok=True)
+  runs, world = experiment.runs, experiment.world
+  (out / "summary.json").write_text(json.dumps(data, indent=1) + "\n")
+  logs = {name: run.log for name, run in runs.items()}
+  write_events(out / "events.jsonl", logs)
+  write_chrome_trace(
+    out / "timeline.json", logs, world.model, bytes_per_value=world.bytes_per_value
+  )
+  files = ["summary.json", "events.jsonl", "timeline.json"]
+  try:
+    from experiments.figures.serving import draw_latency, draw_phases, draw_timeline
+
+    records = {name: run.records for name, run in runs.items()}
+    draw_latency(records, experiment.slo, out / "latency.png")
+    draw_phases(records, out / "phases.png")
+    files += ["latency.png", "phases.png"]
+    for name, run in runs.items():
+      draw_timeline(run.log, out / f"timeline_{name}.png", f"{name}: {world.label}")
+      files.append(f"timeline_{name}.png")
+  except ImportError as error:
+    print(f"no pictures: {error}")
+  return files

@@ -1,0 +1,1 @@
+"""What runs mean: capacity, targets and verdicts, from measured numbers. Pure Python."""

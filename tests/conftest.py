@@ -1,0 +1,17 @@
+"""Fixtures for all tests. Default runs need no network: what is absent skips, and says so."""
+
+import pathlib
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> pathlib.Path:
+  """The GGUF file of SmolLM2-135M-Instruct, fetched once into the user's cache."""
+  pytest.importorskip("gguf", reason="needs the extra [hf]")
+  from experiments.fetch_model import FetchError, fetch
+
+  try:
+    return fetch("smollm2-135m")
+  except FetchError as error:
+    pytest.skip(f"SmolLM2 cannot be fetched: {error}")

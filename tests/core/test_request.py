@@ -1,0 +1,88 @@
+"""Requests refuse what can never be served; sequences count tokens and know no phase."""
+
+import pytest
+
+from pdjax.core.request import Request, SamplingParams
+from pdjax.core.sequence import Sequence
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.mark.parametrize(
+  ("field", "value", "message"),
+  [
+    ("max_tokens", 0, "max_tokens=0 must be at least 1"),
+    ("temperature", -0.5, "temperature=-0.5 must be 0 (greedy) or positive"),
+    ("temperature", float("nan"), "temperature=nan must be 0 (greedy) or positive"),
+    ("top_k", 0, "top_k=0 must be at least 1, or None for no limit"),
+    ("top_p", 0.0, "top_p=0.0 must be in (0, 1]"),
+    ("top_p", 1.5, "top_p=1.5 must be in (0, 1]"),
+    ("top_p", float("nan"), "top_p=nan must be in (0, 1]"),
+  ],
+)
+def test_sampling_outside_its_range_is_refused_with_the_value(field, value, message):
+  with pytest.raises(ValueError) as error:
+    SamplingParams(**{"max_tokens": 1, field: value})
+  assert str(error.value) == message
+
+
+def make_request(**changes):
+  fields = dict(
+    request_id=3, arrival_s=0.0, num_prompt_tokens=2, sampling=SamplingParams(max_tokens=4)
+  )
+  return Request(**fields | changes)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"num_prompt_tokens": 0}, "request 3: empty prompt (num_prompt_tokens=0)"),
+    ({"prompt_ids": (1, 2, 3)}, "request 3: 3 prompt_ids but num_prompt_tokens=2"),
+    ({"prompt_ids": ()}, "request 3: 0 prompt_ids but num_prompt_tokens=2"),
+    ({"arrival_s": -1.0}, "request 3: arrival_s=-1.0 must be 0 or later"),
+    ({"arrival_s": float("nan")}, "request 3: arrival_s=nan must be 0 or later"),
+  ],
+)
+def test_a_request_that_is_none_is_refused_with_its_id(changes, message):
+  with pytest.raises(ValueError) as error:
+    make_request(**changes)
+  assert str(error.value) == message
+
+
+def test_the_last_output_token_needs_no_slot():
+  assert make_request().max_cached_tokens == 5
+  assert make_request(sampling=SamplingParams(max_tokens=1)).max_cached_tokens == 2
+
+
+def test_a_prompt_of_one_token_that_is_not_computed_yet_is_no_decode():
+  seq = Sequence(make_request(num_prompt_tokens=1))
+  assert not seq.is_decoding and seq.num_unscheduled_tokens == 1
+  seq.num_scheduled_tokens, seq.num_pending_tokens = 1, 1
+  assert seq.is_decoding and seq.num_unscheduled_tokens == 1
+
+
+def test_nothing_is_left_to_schedule_while_the_last_token_is_in_flight():
+  seq = Sequence(make_request(sampling=SamplingParams(max_tokens=1)))
+  seq.num_scheduled_tokens, seq.num_pending_tokens = 2, 1
+  assert seq.num_unscheduled_tokens == 0
+
+
+def test_known_ids_run_from_the_prompt_into_the_output():
+  seq = Sequence(make_request(prompt_ids=(10, 11)))
+  seq.output_ids += [20, 21]
+  assert [seq.known_ids(0, end) for end in range(5)] == [
+    (), (10,), (10, 11), (10, 11, 20), (10, 11, 20, 21)
+  ]  # fmt: skip
+  assert seq.known_ids(1, 3) == (11, 20)
+  assert seq.known_ids(3, 4) == (21,)
+  assert Sequence(make_request()).known_ids(0, 1) is None
+
+
+def test_a_lost_row_makes_everything_known_prefill_again():
+  seq = Sequence(make_request())
+  seq.output_ids += [20]
+  seq.row, seq.num_computed_tokens, seq.num_scheduled_tokens, seq.num_pending_tokens = 1, 2, 3, 1
+  assert seq.is_decoding and seq.num_tokens == 4
+  seq.lose_row()
+  assert (seq.row, seq.generation, seq.num_tokens) == (None, 1, 3)
+  assert not seq.is_decoding and seq.num_unscheduled_tokens == 3
