@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from absl import app, flags
+from absl import app, flags, logging
 
 from experiments.fetch_model import FetchError
 from pdjax.config import ExperimentConfig, load_config, override
@@ -50,6 +50,7 @@ def main(run: Callable[[], int]) -> None:
   """Runs a program. Wrong input ends it with one message and exit status 2, without a traceback."""
 
   def guarded(argv: list[str]) -> None:
+    logging.set_verbosity(logging.WARNING)  # not which accelerators JAX looked for in vain
     try:
       if len(argv) > 1:
         raise ValueError(f"unexpected arguments {argv[1:]}; every option is --name=value")

@@ -1,6 +1,6 @@
 """One strategy, on the engine or in simulation, with the report and files of `compare`.
 
-    python -m experiments.run [--strategy=chunked] [--config=...] [--backend=jax|sim] [--set a.b=c]
+python -m experiments.run [--strategy=chunked] [--config=...] [--backend=jax|sim] [--set a.b=c]
 """
 
 from __future__ import annotations

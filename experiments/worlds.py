@@ -137,7 +137,7 @@ class SimWorld:
 class JaxWorld:
   """This machine's devices, a real model, real time."""
 
-  bytes_per_value = 4  # float32 on CPU: faster there than bfloat16 in jax 0.10, and exact to compare
+  bytes_per_value = 4  # float32: faster than bfloat16 on CPU in jax 0.10, and exact to compare
 
   def __init__(self, config: ExperimentConfig, longest: tuple[int, int]):
     self._config, self._longest = config, longest
@@ -146,7 +146,7 @@ class JaxWorld:
     self._executors: list[Executor] = []
 
   def prepare(self, show: Callable[[str], None]) -> None:
-    from pdjax.engine.build import build_executors, default_buckets
+    from pdjax.engine.build import build_executors, default_buckets, warm_up
     from pdjax.engine.mesh import ensure_devices
 
     config, num_devices = self._config, self._config.num_devices
@@ -155,7 +155,7 @@ class JaxWorld:
     self._model, self._tokenizer = _load(config.model, self._checkpoint)
     self.model = self._model.config
     platform = devices[0].platform
-    self.label = f"{self.model.name} on {num_devices} {platform} devices"
+    self.label = f"{config.model} on {num_devices} {platform} devices"
     self.caveats = (
       ["the CPU devices share the same cores and memory, so a busy pool slows the others down"]
       if platform == "cpu"
@@ -168,9 +168,12 @@ class JaxWorld:
     self._executors, self._steps = build_executors(
       self._model, self.pages, buckets, devices, layout=config.cache.layout
     )
-    for number, executor in enumerate(self._executors):
-      for compiled in executor.warm_up():
-        show(f"warm-up of device {number}: {compiled}")
+    roles = [set() for _ in devices]
+    for strategy in config.strategies:
+      for device, spec in enumerate(STRATEGIES[strategy](num_devices)):
+        roles[device].add(spec.role)
+    for number, line in enumerate(warm_up(self._executors, roles), 1):
+      show(f"warm-up, shape {number}: {line}")
     prompt, output = self._longest
     where = dict(longest_prompt=prompt, context=prompt // 4 + output // 2, repeats=3)
     show("timing steps, one device at a time")

@@ -1,4 +1,4 @@
-"""What an experiment is: frozen dataclasses, loaded from a Python file, changed by `--set a.b=c`."""
+"""What an experiment is: frozen dataclasses, from a Python file, changed by `--set a.b=c`."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def _disaggregated(num_devices: int) -> tuple[PoolSpec, ...]:
     for i in range(half)
   ]
   decode = [
-    PoolSpec(name=f"decode{i}", role="decode", policy="decode_only", takes_whole_prompts=True)
+    PoolSpec(name=f"decode{i}", role="decode", policy="decode_only", takes_whole_prompts=False)
     for i in range(num_devices - half)
   ]
   return (*prefill, *decode)
@@ -238,14 +238,15 @@ def _replace(node: Any, names: list[str], text: str, path: str) -> Any:
 
 
 def _parse(hint: Any, text: str, path: str) -> Any:
-  if typing.get_origin(hint) is tuple and text[:1] not in "([":
+  is_tuple = typing.get_origin(hint) is tuple
+  if is_tuple and not text.startswith(("(", "[")):
     text = f"({text},)" if text else "()"
   candidates = [text]
   try:
     candidates.insert(0, ast.literal_eval(text))
   except (ValueError, SyntaxError):
-    if typing.get_origin(hint) is tuple:  # names without quotes: a,b
-      candidates.insert(0, [part.strip() for part in text.strip("(),").split(",")])
+    if is_tuple:  # names without quotes: a,b
+      candidates.insert(0, [part.strip() for part in text.strip("()[],").split(",")])
   for candidate in candidates:
     try:
       return from_plain(hint, candidate)

@@ -6,11 +6,17 @@ import dataclasses
 from collections.abc import Sequence
 
 
-def powers_of_two(lowest: int, highest: int) -> tuple[int, ...]:
-  """`lowest`, doubled until `highest` is reached, which is the last."""
+def grow_to(lowest: int, highest: int, ratio: int) -> tuple[int, ...]:
+  """`lowest`, times `ratio` until `highest` is reached, which is the last.
+
+  Raises:
+    ValueError: lowest is above highest.
+  """
+  if lowest > highest:
+    raise ValueError(f"lowest={lowest} is above highest={highest}")
   sizes = [lowest]
   while sizes[-1] < highest:
-    sizes.append(min(2 * sizes[-1], highest))
+    sizes.append(min(ratio * sizes[-1], highest))
   return tuple(sizes)
 
 

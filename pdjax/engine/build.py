@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import queue
+import threading
+from collections.abc import Collection, Iterator, Sequence
+
 import jax
 
-from pdjax.engine.buckets import Buckets, powers_of_two
+from pdjax.engine.buckets import Buckets, grow_to
 from pdjax.engine.jax_executor import JaxExecutor
 from pdjax.engine.mesh import make_mesh
 from pdjax.engine.steps import Steps
@@ -13,17 +17,16 @@ from pdjax.scheduling.pages import PageConfig
 
 
 def default_buckets(pages: PageConfig, *, whole_budget: int, chunk_budget: int) -> Buckets:
-  """Buckets for pools of any role, at most a dozen steps and a few hand-offs.
+  """Buckets for pools of any role: at most ten steps and three hand-offs.
 
-  `whole_budget` is the largest step of whole prompts, `chunk_budget` that of chunks with decodes.
+  `whole_budget` is the largest step of whole prompts, `chunk_budget` that of chunks with decodes. A
+  bucket costs seconds of compilation, padding up to the next one costs up to half of a step.
   """
-  prefill = powers_of_two(32, max(32, whole_budget, chunk_budget))
-  mixed = powers_of_two(32, max(32, chunk_budget))
   return Buckets(
-    prefill=prefill[-5:],
-    mixed=mixed[-3:],
-    rows=powers_of_two(1, pages.num_rows)[-4:],
-    pages=powers_of_two(min(4, pages.pages_per_row), pages.pages_per_row)[-4:],
+    prefill=grow_to(16, max(16, whole_budget, chunk_budget), 2)[-4:],
+    mixed=grow_to(16, max(16, chunk_budget), 2)[-2:],
+    rows=grow_to(1, pages.num_rows, 2)[-4:],
+    pages=grow_to(min(4, pages.pages_per_row), pages.pages_per_row, 4)[-3:],
   )
 
 
@@ -48,3 +51,31 @@ def build_executors(
     JaxExecutor(model, steps, pages, kv_layout, buckets, make_mesh([device])) for device in devices
   ]
   return executors, steps
+
+
+def warm_up(executors: Sequence[JaxExecutor], roles: Sequence[Collection[str]]) -> Iterator[str]:
+  """Warms up every executor for its roles, all at once; yields a line for each shape compiled.
+
+  A thread each: XLA compiles without the interpreter lock, and each device compiles its own.
+  """
+  done: queue.SimpleQueue[str | Exception | None] = queue.SimpleQueue()
+
+  def run(number: int) -> None:
+    try:
+      for line in executors[number].warm_up(roles[number]):
+        done.put(f"device {number}: {line}")
+    except Exception as error:  # raised again in the caller's thread
+      done.put(error)
+    done.put(None)
+
+  for number in range(len(executors)):
+    threading.Thread(target=run, args=(number,), daemon=True).start()
+  num_running = len(executors)
+  while num_running:
+    line = done.get()
+    if line is None:
+      num_running -= 1
+    elif isinstance(line, Exception):
+      raise line
+    else:
+      yield line

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -161,31 +161,39 @@ class JaxExecutor:
 
   # Warm-up -------------------------------------------------------------------------------------
 
-  def warm_up(self) -> Iterator[str]:
-    """Runs every bucket once through the serving path; yields what was compiled, for progress.
+  def warm_up(self, roles: Collection[str]) -> Iterator[str]:
+    """Runs every bucket that pools of `roles` use once, through the serving path; yields its name.
 
     Overwrites the cache, so it is for the time before the first request.
     """
-    for name, run in self._warm_up_calls():
+    for name, run in self._warm_up_calls(roles):
       start_s = time.perf_counter()
       run()
       jax.block_until_ready((self._cache, self._last_token))
       yield f"{name} ({time.perf_counter() - start_s:.1f} s)"
     self.reset()
 
-  def _warm_up_calls(self) -> Iterator[tuple[str, Callable[[], object]]]:
+  def _warm_up_calls(self, roles: Collection[str]) -> Iterator[tuple[str, Callable[[], object]]]:
     buckets, num_rows = self._buckets, self._pages.num_rows
-    for num_tokens in buckets.prefill:
-      plan = probe_plan(self._pages, prefills=self._split(num_tokens, num_rows))
-      yield f"prefill {num_tokens}", lambda p=plan: self.submit(p, 0.0).result()
-    for rows in buckets.rows:
-      plan = probe_plan(self._pages, decodes=rows)
-      yield f"decode {rows}", lambda p=plan: self.submit(p, 0.0).result()
-    for num_tokens in buckets.mixed:
-      plan = probe_plan(self._pages, prefills=self._split(num_tokens, num_rows - 1), decodes=1)
-      yield f"mixed {num_tokens}", lambda p=plan: self.submit(p, 0.0).result()
+    plans: list[tuple[str, StepPlan]] = []
+    if not {"mixed", "prefill"}.isdisjoint(roles):
+      for num_tokens in buckets.prefill:
+        plan = probe_plan(self._pages, prefills=self._split(num_tokens, num_rows))
+        plans.append((f"prefill {num_tokens}", plan))
+    if not {"mixed", "decode"}.isdisjoint(roles):
+      for rows in buckets.rows:
+        plans.append((f"decode {rows}", probe_plan(self._pages, decodes=rows)))
+    if "mixed" in roles:
+      for num_tokens in buckets.mixed:
+        prefills = self._split(num_tokens, num_rows - 1)
+        plans.append((f"mixed {num_tokens}", probe_plan(self._pages, prefills=prefills, decodes=1)))
+    for name, plan in plans:
+      yield name, lambda p=plan: self.submit(p, 0.0).result()
     for num_pages in buckets.pages:
-      yield f"hand-off {num_pages} pages", lambda n=num_pages: self._hand_over(n)
+      if "prefill" in roles:
+        yield f"gather {num_pages} pages", lambda n=num_pages: self._export_pages(n)
+      if "decode" in roles:
+        yield f"scatter {num_pages} pages", lambda n=num_pages: self._import_pages(n)
 
   def _split(self, num_tokens: int, num_rows: int) -> list[int]:
     """Prompts that fill a bucket, as few as possible; less than full where the rows end."""
@@ -193,17 +201,29 @@ class JaxExecutor:
     whole, rest = divmod(num_tokens, longest)
     return ([longest] * whole + [rest] * (rest > 0))[:num_rows]
 
-  def _hand_over(self, num_pages: int) -> None:
-    pages = tuple(range(num_pages))
-    handle = self.export(
+  def _export_pages(self, num_pages: int) -> Handle:
+    return self.export(
       request_id=0,
       generation=0,
       row=0,
-      page_ids=pages,
+      page_ids=tuple(range(num_pages)),
       num_tokens=num_pages * self._layout.page_size,
       first_token_id=0,
       sampling=SamplingParams(max_tokens=1),
       now_s=0.0,
+    )
+
+  def _import_pages(self, num_pages: int) -> None:
+    pages = tuple(range(num_pages))
+    shape = jax.eval_shape(self._steps.gather_pages, self._cache, self._pad(pages))
+    handle = Handle(
+      request_id=0,
+      generation=0,
+      num_tokens=num_pages * self._layout.page_size,
+      num_bytes=0,
+      first_token_id=0,
+      sampling=SamplingParams(max_tokens=1),
+      payload=jnp.zeros(shape.shape, shape.dtype),
     )
     ticket = self.import_(handle, row=0, page_ids=pages, now_s=0.0)
     while not ticket.is_ready():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import jax
 import numpy as np
 
@@ -14,10 +16,8 @@ def ensure_devices(num_devices: int) -> list[jax.Device]:
   """
   # Only the CPU can be split, and only before the first use of JAX in this process. (That JAX has
   # started already is a RuntimeError here, and no reason to fail if it has devices enough.)
-  try:
+  with contextlib.suppress(RuntimeError):
     jax.config.update("jax_num_cpu_devices", num_devices)
-  except RuntimeError:
-    pass
   devices = jax.devices()
   if len(devices) < num_devices:
     raise ValueError(

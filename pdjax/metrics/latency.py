@@ -301,11 +301,7 @@ def interference(
     candidates = long_steps.get("" if any_pool else pool, [])
     first = bisect.bisect_right(candidates, start_s, key=lambda c: c[0].end_s)
     found = [
-      i
-      for step, ids in candidates[first:]
-      if step.start_s < end_s
-      for i in ids
-      if i != request_id
+      i for step, ids in candidates[first:] if step.start_s < end_s for i in ids if i != request_id
     ]
     return max(found, key=lambda i: prompt_tokens[i], default=None)
 

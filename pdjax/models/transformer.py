@@ -15,6 +15,8 @@ scale and the axis to split between devices follow.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -172,6 +174,7 @@ def _check_family(config: ModelConfig) -> None:
     raise ValueError(f"model {config.name}: family {config.family!r} needs gated_mlp")
 
 
+@functools.cache
 def _abstract(config: ModelConfig):
   """The module's graph, the tree of its parameters, and their names, axes and shapes in order."""
   _check_family(config)

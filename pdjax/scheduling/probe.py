@@ -12,7 +12,7 @@ from pdjax.scheduling.pages import PageConfig
 def probe_plan(
   pages: PageConfig, *, prefills: Sequence[int] = (), decodes: int = 0, context: int = 1
 ) -> StepPlan:
-  """Whole prompts of these lengths in the first rows, and `decodes` of `context` tokens in the last.
+  """Whole prompts of these lengths in the first rows, `decodes` of `context` tokens in the last.
 
   Where a pool has too few pages for all of them, rows share pages: what is computed is meaningless,
   its cost is not.

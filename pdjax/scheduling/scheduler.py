@@ -226,6 +226,7 @@ class Scheduler:
     assert self.output_tokens_left == sum(_output_left(s) for s in queues)
     held = {s.row for s in [*self.running.values(), *self.leaving.values()]}
     assert len(held) == len(self.running) + len(self.leaving), "two sequences share a row"
+    assert self.pages_owed.keys() <= self.running.keys(), "pages are kept for one that is gone"
 
   # Inside --------------------------------------------------------------------------------------
 

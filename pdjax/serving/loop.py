@@ -107,7 +107,7 @@ class _Loop:
       self._drain(turn)
       self._hand_off(turn)
       self._submit()
-      tickets = [ticket for pool in self.cluster.pools for _, ticket, _ in pool.in_flight]
+      tickets = [pool.in_flight[0][1] for pool in self.cluster.pools if pool.in_flight]
       tickets += [transfer.ticket for transfer in self.cluster.transfers]
       next_s = self.inbox.next_s()
       if not tickets and next_s is None:
@@ -179,26 +179,23 @@ class _Loop:
         return  # in order: the first in the outbox is the first to go
       outbox.popleft()
       target, row = reserved
-      handle = source.executor.export(
-        request_id=seq.request_id,
-        generation=seq.generation,
-        row=seq.row,
-        page_ids=source.scheduler.pages.table(seq.row),
-        num_tokens=seq.num_computed_tokens,
-        first_token_id=seq.output_ids[-1],
-        sampling=seq.request.sampling,
-        now_s=turn.now_s,
-      )
+      handle = None
       try:
+        handle = source.executor.export(
+          request_id=seq.request_id,
+          generation=seq.generation,
+          row=seq.row,
+          page_ids=source.scheduler.pages.table(seq.row),
+          num_tokens=seq.num_computed_tokens,
+          first_token_id=seq.output_ids[-1],
+          sampling=seq.request.sampling,
+          now_s=turn.now_s,
+        )
         ticket = target.executor.import_(
           handle, row=row, page_ids=target.scheduler.pages.table(row), now_s=turn.now_s
         )
-      except Exception as error:  # no copy began; as one that fails later, in `_commit_transfer`
-        source.scheduler.drop(seq.request_id)
-        source.executor.drop(handle)
-        target.scheduler.give_back(row)
-        self._fail(seq.request_id, target, f"hand-off failed: {error!r}", turn)
-        continue
+      except Exception as error:
+        ticket = _NotStarted(error, turn.now_s)
       self.cluster.transfers.append(Transfer(seq, source, target, row, handle, ticket, turn.now_s))
 
   def _submit(self) -> None:
@@ -208,7 +205,11 @@ class _Loop:
         if plan is None:
           break
         now_s = self.clock.now_s()
-        pool.in_flight.append((plan, pool.executor.submit(plan, now_s), now_s))
+        try:
+          ticket = pool.executor.submit(plan, now_s)
+        except Exception as error:
+          ticket = _NotStarted(error, now_s)
+        pool.in_flight.append((plan, ticket, now_s))
         for request_id in plan.preempted:
           self.log.append(Preempted(time_s=now_s, request_id=request_id, pool=pool.name))
 
@@ -255,7 +256,8 @@ class _Loop:
     except Exception as raised:  # a failed copy is never used; the request fails alone
       error = raised
     source.scheduler.drop(seq.request_id)  # frees the source pages, exactly once
-    source.executor.drop(transfer.handle)
+    if transfer.handle is not None:
+      source.executor.drop(transfer.handle)
     if transfer.is_cancelled or error is not None:
       target.scheduler.give_back(transfer.target_row)
       if not transfer.is_cancelled:
@@ -284,6 +286,19 @@ class _Loop:
       raise RuntimeError(
         f"no pool can move: {stuck}, {len(self.cluster.outbox)} waiting for hand-off"
       )
+
+
+class _NotStarted:
+  """The ticket of work that a device refused at the call: it fails as work that fails later."""
+
+  def __init__(self, error: Exception, now_s: float):
+    self.finish_s, self._error = now_s, error
+
+  def is_ready(self) -> bool:
+    return True
+
+  def result(self) -> None:
+    raise self._error
 
 
 def _has_ended(ticket, now_s: float) -> bool:

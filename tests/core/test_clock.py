@@ -1,5 +1,6 @@
 """Stamps are ticks that add exactly; the virtual clock jumps, the wall clock polls."""
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -27,9 +28,9 @@ def test_a_tick_is_the_next_one_and_stays_itself(seconds):
 @given(st.lists(st.floats(0, DAYS_97), min_size=2, max_size=8))
 def test_sums_and_differences_of_ticks_are_exact(times):
   stamps = sorted(map(to_ticks, times))
-  gaps = [b - a for a, b in zip(stamps, stamps[1:])]
+  gaps = [b - a for a, b in itertools.pairwise(stamps)]
   assert [Fraction(g) for g in gaps] == [
-    Fraction(b) - Fraction(a) for a, b in zip(stamps, stamps[1:])
+    Fraction(b) - Fraction(a) for a, b in itertools.pairwise(stamps)
   ]
   assert sum(gaps) == stamps[-1] - stamps[0]
 

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from models.model_passes import decode_batch, make_pass, make_tables, prefill_batch
 
-from pdjax.core.model_config import ModelConfig
+from pdjax.core.model_config import TINY, ModelConfig
 from pdjax.models import kv_cache
 from pdjax.models.attention import make_attend
-from pdjax.core.model_config import TINY
 from pdjax.models.transformer import from_arrays, merge, random_arrays
 
 SMALL = ModelConfig(

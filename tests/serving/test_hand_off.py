@@ -53,17 +53,17 @@ def test_cancelled_during_its_copy_a_request_ends_once_and_holds_its_pages_to_th
   assert [e.request_id for e in log if isinstance(e, Copied)] == [1]
 
 
-@pytest.mark.parametrize("at_s", [0.0, 0.5, 1.0, 1.5])
-def test_a_cancel_never_overtakes_its_request(at_s):
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_cancel_never_overtakes_its_request(share):
   """Asked for between the same two turns as the request, or before the request is due."""
   request = make_requests(1, seed=21, rate_rps=1.0, output=(9, 9))[0]
   inbox = Inbox([request])
-  inbox.cancel(0, at_s=at_s * request.arrival_s)
+  inbox.cancel(0, at_s=share * request.arrival_s)
   log = list(run(make_cluster("chunked"), inbox))
   assert [e.time_s for e in log if isinstance(e, Arrived)] == [request.arrival_s]
   (failure,) = [e for e in log if isinstance(e, Failed)]
   assert failure.reason == "cancelled" and failure.time_s >= request.arrival_s
-  assert not [e for e in log if isinstance(e, Step) and at_s <= 1 and e.end_s]
+  assert not [e for e in log if isinstance(e, Step)], "it was gone before a step was planned"
 
 
 def test_a_cancel_of_nobody_changes_nothing():

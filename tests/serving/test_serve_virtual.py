@@ -148,6 +148,27 @@ def test_a_step_that_breaks_fails_its_requests_and_the_service_goes_on(strategy)
   assert len([e for e in log if isinstance(e, Finished)]) == 12 - len(failed)
 
 
+@pytest.mark.parametrize("call", ["submit", "export", "import_"])
+def test_a_device_that_refuses_a_call_fails_only_what_it_was_asked_for(call):
+  requests = make_requests(12, seed=19, output=(3, 6))
+  cluster = make_cluster("disaggregated")
+  pool = cluster.decode[0] if call == "import_" else cluster.entry[0]
+  original, num_calls = getattr(pool.executor, call), 0
+
+  def refuses_once(*args, **where):
+    nonlocal num_calls
+    num_calls += 1
+    if num_calls == 2:
+      raise MemoryError("device is full")
+    return original(*args, **where)
+
+  setattr(pool.executor, call, refuses_once)
+  log = run(cluster, requests)  # `run` checks that every page came back
+  failures = [e for e in log if isinstance(e, Failed)]
+  assert failures and all("device is full" in e.reason for e in failures)
+  assert len([e for e in log if isinstance(e, Finished)]) == 12 - len(failures)
+
+
 def test_a_failed_copy_fails_its_request_alone_and_frees_both_pools():
   requests = make_requests(6, seed=10, output=(4, 6))
   cluster = make_cluster("disaggregated")

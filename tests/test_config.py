@@ -1,0 +1,182 @@
+"""Configs load from a file, change by typed assignments, and refuse what makes no sense."""
+
+import dataclasses
+
+import pytest
+
+from pdjax.config import (
+  STRATEGIES,
+  CacheConfig,
+  ExperimentConfig,
+  SchedulerOptions,
+  SloConfig,
+  WorkloadConfig,
+  load_config,
+  override,
+)
+from pdjax.workloads.lengths import Fixed, Uniform
+
+pytestmark = pytest.mark.quick
+LENGTHS = Fixed(prompt_tokens=10, output_tokens=5)
+CONFIG = ExperimentConfig(workload=WorkloadConfig(lengths=LENGTHS, rate_rps=2.0))
+FILE = """
+from pdjax.config import ExperimentConfig, WorkloadConfig
+from pdjax.workloads.lengths import Fixed
+
+def get_config():
+  lengths = Fixed(prompt_tokens=10, output_tokens=5)
+  return ExperimentConfig(workload=WorkloadConfig(lengths=lengths, rate_rps=2.0))
+"""
+
+
+def leaves(node, prefix=""):
+  """Every value of a config by its dotted path."""
+  if not dataclasses.is_dataclass(node):
+    return {prefix.rstrip("."): node}
+  found = {}
+  for field in dataclasses.fields(node):
+    found |= leaves(getattr(node, field.name), f"{prefix}{field.name}.")
+  return found
+
+
+def test_a_file_gives_its_config_with_overrides_applied_in_order(tmp_path):
+  path = tmp_path / "lab.py"
+  path.write_text(FILE)
+  assert load_config(path) == load_config(str(path)) == CONFIG
+  changed = load_config(path, ["num_devices=3", "num_devices=4", "slo.ttft_s=0.5"])
+  assert changed == dataclasses.replace(CONFIG, num_devices=4, slo=SloConfig(ttft_s=0.5))
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    (None, "does not exist"),
+    ("x = 1", r"has no function get_config\(\)"),
+    ("def get_config():\n  return 1", "gave a int, not ExperimentConfig"),
+  ],
+)
+def test_a_file_that_is_no_config_is_named(tmp_path, text, message):
+  path = tmp_path / "lab.py"
+  if text is not None:
+    path.write_text(text)
+  with pytest.raises(ValueError, match=message) as error:
+    load_config(path)
+  assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+  ("assignment", "path", "value"),
+  [
+    ("num_devices=4", "num_devices", 4),
+    (" num_devices = 4 ", "num_devices", 4),
+    ("model=tiny", "model", "tiny"),
+    ("model='tiny'", "model", "tiny"),
+    ("model=7", "model", "7"),
+    ("workload.rate_rps=2.5", "workload.rate_rps", 2.5),
+    ("workload.rate_rps=3", "workload.rate_rps", 3.0),
+    ("workload.rate_rps=1e-3", "workload.rate_rps", 1e-3),
+    ("workload.rate_rps=None", "workload.rate_rps", None),
+    ("workload.trace=None", "workload.trace", None),
+    ("workload.trace=a=b.csv", "workload.trace", "a=b.csv"),
+    ("workload.chat=False", "workload.chat", False),
+    ("workload.num_requests=12", "workload.num_requests", 12),
+    ("workload.lengths.prompt_tokens=99", "workload.lengths.prompt_tokens", 99),
+    ("strategies=chunked", "strategies", ("chunked",)),
+    ("strategies=chunked,continuous", "strategies", ("chunked", "continuous")),
+    ("strategies=chunked, continuous", "strategies", ("chunked", "continuous")),
+    ("strategies='chunked','continuous'", "strategies", ("chunked", "continuous")),
+    ("strategies=('chunked', 'continuous')", "strategies", ("chunked", "continuous")),
+    ("strategies=['chunked']", "strategies", ("chunked",)),
+    ("strategies=(chunked,continuous)", "strategies", ("chunked", "continuous")),
+    ("cache.max_len=64", "cache.max_len", 64),
+    ("scheduler.steps_in_flight=2", "scheduler.steps_in_flight", 2),
+  ],
+)
+def test_an_assignment_sets_one_value_of_the_right_type(assignment, path, value):
+  before, after = leaves(CONFIG), leaves(override(CONFIG, [assignment]))
+  assert after == before | {path: value}
+  assert type(after[path]) is type(value)
+
+
+def test_a_part_can_be_replaced_whole():
+  text = 'workload.lengths={"prompt_tokens": (1, 4), "output_tokens": (2, 3)}'
+  changed = override(CONFIG, [text])
+  assert changed.workload.lengths == Uniform(prompt_tokens=(1, 4), output_tokens=(2, 3))
+
+
+@pytest.mark.parametrize(
+  ("assignment", "message"),
+  [
+    ("num_devices", r"--set 'num_devices' is not of the form path=value"),
+    ("workload.rate=2", "or rate_rps?"),
+    ("shceduler.token_budget=2", "did you mean scheduler"),
+    ("scheduler.tokenbudget=2", "did you mean token_budget"),
+    ("num_devices.x=2", "num_devices has no parts"),
+    ("workload.lengths.prompt=2", "did you mean prompt_tokens"),
+    ("num_devices=2.0", "--set num_devices=2.0: not a value of type int"),
+    ("num_devices=two", "--set num_devices=two: not a value of type int"),
+    ("num_devices=True", "--set num_devices=True: not a value of type int"),
+    ("num_devices=None", "--set num_devices=None: not a value of type int"),
+    ("workload.chat=1", "--set workload.chat=1: not a value of type bool"),
+    ("workload.chat=false", "--set workload.chat=false: not a value of type bool"),
+    ("workload.rate_rps=fast", "--set workload.rate_rps=fast: not a value of type float | None"),
+    ("workload=5", "--set workload=5: not a value of type WorkloadConfig"),
+    ('workload.lengths={"nonsense": 1}', "not a value of type"),
+    ("strategies=chunked,nonsense", "unknown strategy 'nonsense'"),
+    ("strategies=()", "strategies is empty"),
+    ("num_devices=0", "num_devices=0 must be at least 1"),
+  ],
+)
+def test_an_assignment_that_makes_no_sense_says_why(assignment, message):
+  with pytest.raises(ValueError) as error:
+    override(CONFIG, [assignment])
+  assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+  ("make", "changes", "message"),
+  [
+    (WorkloadConfig, {"rate_rps": 0.0}, "workload.rate_rps=0.0 must be positive"),
+    (WorkloadConfig, {"rate_rps": float("nan")}, "workload.rate_rps=nan must be positive"),
+    (WorkloadConfig, {"load": -1.0}, "workload.load=-1.0 must be positive"),
+    (WorkloadConfig, {"duration_s": 0.0}, "workload.duration_s=0.0 must be positive"),
+    (WorkloadConfig, {"num_requests": 0}, "workload.num_requests=0 must be at least 1"),
+    (SchedulerOptions, {"token_budget": 0}, "scheduler.token_budget=0 must be at least 1"),
+    (SchedulerOptions, {"steps_in_flight": 3}, "scheduler.steps_in_flight=3 must be 1 or 2"),
+    (CacheConfig, {"layout": "heap"}, "cache.layout='heap' must be 'slots' or 'paged'"),
+    (CacheConfig, {"num_rows": 0}, "cache.num_rows=0 must be at least 1"),
+    (CacheConfig, {"page_size": 0}, "cache.page_size=0 must be at least 1"),
+    (SloConfig, {"ttft_s": 0.0}, "slo.ttft_s=0.0 must be positive"),
+    (SloConfig, {"tpot_s": -1.0}, "slo.tpot_s=-1.0 must be positive"),
+    (SloConfig, {"ttft_multiple": 0.0}, "slo.ttft_multiple=0.0 must be positive"),
+    (SloConfig, {"tpot_multiple": 0.0}, "slo.tpot_multiple=0.0 must be positive"),
+    (ExperimentConfig, {"backend": "cuda"}, "backend='cuda' must be 'jax' or 'sim'"),
+    (ExperimentConfig, {"num_devices": 0}, "num_devices=0 must be at least 1"),
+    (ExperimentConfig, {"strategies": ()}, "strategies is empty; name at least one"),
+    (
+      ExperimentConfig,
+      {"strategies": ("chunk",)},
+      "unknown strategy 'chunk'; did you mean chunked",
+    ),
+    (ExperimentConfig, {"strategies": ("chunked",) * 2}, "names one twice"),
+  ],
+)
+def test_a_value_outside_its_range_is_refused_with_the_value(make, changes, message):
+  needed = {WorkloadConfig: {"lengths": LENGTHS}, ExperimentConfig: {"workload": CONFIG.workload}}
+  with pytest.raises(ValueError) as error:
+    make(**needed.get(make, {}) | changes)
+  assert message in str(error.value)
+
+
+@pytest.mark.parametrize("num_devices", [2, 3, 8])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_uses_every_device_once(strategy, num_devices):
+  pools = STRATEGIES[strategy](num_devices)
+  assert len(pools) == len({p.name for p in pools}) == num_devices
+  roles = {p.role for p in pools}
+  assert roles == ({"prefill", "decode"} if strategy == "disaggregated" else {"mixed"})
+
+
+def test_disaggregation_needs_two_devices():
+  with pytest.raises(ValueError, match="at least 2 devices, not num_devices=1"):
+    STRATEGIES["disaggregated"](1)
