@@ -19,7 +19,7 @@ def get_config() -> ExperimentConfig:
     workload=WorkloadConfig(
       arrivals="poisson",
       load=0.7,
-      num_requests=1000,
+      num_requests=500,
       lengths=Mix(
         prompt_tokens=(512, 1024),
         long_prompt_tokens=(6144, 7168),

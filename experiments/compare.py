@@ -4,8 +4,9 @@
       [--strategies=continuous,chunked,disaggregated] [--backend=jax|sim] [--out=DIR]
 
 Prints a table, the interference and a verdict, and under it the same strategies simulated for
-Llama-3-8B on as many A100s. Writes summary.json, events.jsonl, timeline.json (open it in Perfetto)
-and pictures. Exit status 1: the strategies gave different tokens; 2: wrong input.
+Llama-3-8B on as many A100s (or --hardware). Writes summary.json, events.jsonl, timeline.json (open
+it in Perfetto) and pictures. Exit status 1: the strategies gave different tokens; 2: wrong input;
+130: interrupted, with what was measured until then.
 """
 
 from __future__ import annotations
@@ -24,46 +25,68 @@ from experiments.program import (
   out_folder,
 )
 from experiments.serving import (
+  Checked,
+  check,
   machine,
   report,
   run_experiment,
   token_report,
   write_results,
+  write_summary,
 )
-from pdjax.config import ExperimentConfig, load_config
+from pdjax.config import load_config
 
 SIMULATED = "configs/llama3_8b_a100.py"
 
 
-def run() -> int:
-  names = FLAGS.strategies.split(",") if FLAGS.strategies else None
-  config = config_from_flags(strategies=names and tuple(name.strip() for name in names))
-  return report_and_write(config, "compare", also_simulate=config.backend == "jax")
+def prepare() -> tuple[Checked, Checked | None]:
+  """The comparison, and its simulated twin where it runs on the engine."""
+  names = None if FLAGS.strategies is None else _split(FLAGS.strategies)
+  config = config_from_flags(strategies=names)
+  out = out_folder("compare")
+  twin = None
+  if config.backend == "jax":
+    simulated = load_config(ROOT / SIMULATED)
+    simulated = dataclasses.replace(
+      simulated,
+      hardware=FLAGS.hardware or simulated.hardware,
+      strategies=config.strategies,
+      num_devices=config.num_devices,
+    )
+    twin = check(simulated, out)
+  return check(config, out), twin
 
 
-def report_and_write(config: ExperimentConfig, program: str, *, also_simulate: bool) -> int:
-  """Runs an experiment, prints and writes its report; returns the exit status."""
-  out, progress = out_folder(program), Progress()
-  experiment = run_experiment(config, progress)
+def _split(names: str) -> tuple[str, ...]:
+  return tuple(name.strip() for name in names.split(",")) if names.strip() else ()
+
+
+def run(prepared: tuple[Checked, Checked | None]) -> int:
+  """Runs an experiment and its twin, prints and writes the report; returns the exit status."""
+  checked, twin = prepared
+  progress = Progress()
+  experiment = run_experiment(checked, progress)
   text, data = report(experiment)
   tokens_text, tokens_data, is_wrong = token_report(experiment)
   data |= tokens_data | {"machine": machine()}
   print(text)
   if tokens_text:
     print(tokens_text)
-  if also_simulate and not experiment.was_interrupted:
-    simulated = dataclasses.replace(
-      load_config(ROOT / SIMULATED), strategies=config.strategies, num_devices=config.num_devices
-    )
-    other = run_experiment(simulated, progress)
+  print("", flush=True)
+  files = write_results(checked.out, experiment, data)
+  print(f"wrote {', '.join(files)} to {checked.out}", flush=True)
+  if twin is not None and not experiment.was_interrupted:
+    other = run_experiment(twin, progress)
     text, data["simulated"] = report(other)
     print(text)
-  files = write_results(out, experiment, data)
-  print(f"\nwrote {', '.join(files)} to {out}")
+    write_summary(checked.out, data)
+    print(f"\nadded the simulated strategies to {checked.out / 'summary.json'}")
+    if other.was_interrupted:
+      return 130
   return 130 if experiment.was_interrupted else int(is_wrong)
 
 
 if __name__ == "__main__":
   define_flags("configs/quickstart.py")
   flags.DEFINE_string("strategies", None, "strategies to compare, separated by commas")
-  main(run)
+  main(prepare, run)

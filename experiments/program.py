@@ -1,12 +1,16 @@
-"""What all serving programs share: flags, errors in one message, progress."""
+"""What all serving programs share: flags, wrong input in one message, progress, whole files."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import pathlib
+import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from absl import app, flags, logging
 
@@ -15,6 +19,8 @@ from pdjax.config import ExperimentConfig, load_config, override
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FLAGS = flags.FLAGS
+T = TypeVar("T")
+flags.disclaim_key_flags()  # so that --help of a program lists the flags defined here as its own
 
 
 def define_flags(default_config: str) -> None:
@@ -40,31 +46,72 @@ def config_from_flags(**changes) -> ExperimentConfig:
 
 
 def out_folder(program: str) -> pathlib.Path:
-  """Where results will go. Does not create it."""
-  if FLAGS.out is not None:
-    return pathlib.Path(FLAGS.out)
-  return pathlib.Path("runs") / f"{program}-{time.strftime('%Y%m%d-%H%M%S')}"
+  """Where results will go. Does not create it.
+
+  Raises:
+    ValueError: nothing can be written there.
+  """
+  if FLAGS.out == "":
+    raise ValueError("--out is empty; give a folder, or leave it out")
+  if FLAGS.out is None:
+    out = pathlib.Path("runs") / f"{program}-{time.strftime('%Y%m%d-%H%M%S')}"
+  else:
+    out = pathlib.Path(FLAGS.out)
+  existing = next(path for path in (out, *out.absolute().parents) if path.exists())
+  if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+    what = "cannot be written to" if existing.is_dir() else "is a file"
+    raise ValueError(f"--out={out}: {existing} {what}; give another folder")
+  return out
 
 
-def main(run: Callable[[], int]) -> None:
-  """Runs a program. Wrong input ends it with one message and exit status 2, without a traceback."""
+@contextlib.contextmanager
+def whole_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
+  """A path to write to that becomes `path` once it is written: whole or not at all."""
+  part = path.with_name(f".part-{path.name}")  # keeps the ending: it may choose a format
+  try:
+    yield part
+    os.replace(part, path)
+  finally:
+    part.unlink(missing_ok=True)
+
+
+def main(prepare: Callable[[], T], run: Callable[[T], int]) -> None:
+  """Runs a program: `prepare` reads and checks what the user gave, `run` does the work with it.
+
+  What `prepare` refuses ends with one message and exit status 2, without a traceback; an error of
+  `run` is a fault of ours and shows its traceback.
+  """
 
   def guarded(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)  # not which accelerators JAX looked for in vain
     try:
-      if len(argv) > 1:
-        raise ValueError(f"unexpected arguments {argv[1:]}; every option is --name=value")
-      status = run()
-    except (ValueError, FetchError, ModuleNotFoundError, OSError) as error:
-      sys.stdout.flush()
-      print(f"error: {error}", file=sys.stderr)
-      sys.exit(2)
+      try:
+        if len(argv) > 1:
+          raise ValueError(f"unexpected arguments {argv[1:]}; every option is --name=value")
+        prepared = prepare()
+      except (ValueError, FetchError, ImportError, OSError) as error:
+        _refuse(str(error))
+      status = run(prepared)
     except KeyboardInterrupt:
-      print("\ninterrupted before anything was measured; nothing was written", file=sys.stderr)
+      sys.stdout.flush()
+      print("\ninterrupted; nothing was written but the files named above", file=sys.stderr)
       sys.exit(130)
     sys.exit(status)
 
-  app.run(guarded)
+  app.run(guarded, flags_parser=_parse_flags)
+
+
+def _parse_flags(argv: list[str]) -> list[str]:
+  try:
+    return FLAGS(argv)
+  except flags.Error as error:
+    _refuse(f"{error}; --help lists all options")
+
+
+def _refuse(message: str) -> None:
+  sys.stdout.flush()
+  print(f"error: {message}", file=sys.stderr)
+  sys.exit(2)
 
 
 class Progress:
@@ -72,24 +119,26 @@ class Progress:
 
   every_s = 5.0
 
-  def __init__(self, stream=sys.stderr):
-    self._stream = stream
-    self._is_terminal = stream.isatty()
+  def __init__(self, stream=None, now_s: Callable[[], float] = time.monotonic):
+    self._stream, self._now_s = stream or sys.stderr, now_s
+    self._is_terminal = self._stream.isatty()
     self._next_s = 0.0
-    self._width = 0
+    self._width = 0  # of what stands on the line that will be rewritten
 
   def update(self, text: str) -> None:
     """Shows `text` if it is time to."""
-    now_s = time.monotonic()
+    now_s = self._now_s()
     if now_s < self._next_s:
       return
     self._next_s = now_s + (0.2 if self._is_terminal else self.every_s)
+    if self._is_terminal:  # a line that wraps could not be rewritten
+      text = text[: shutil.get_terminal_size().columns - 1]
     self._write(text, end="\r" if self._is_terminal else "\n")
 
   def done(self, text: str) -> None:
     """Shows `text` for good."""
     self._write(text, end="\n")
-    self._next_s = 0.0
+    self._next_s = 0.0 if self._is_terminal else self._now_s() + self.every_s
 
   def _write(self, text: str, end: str) -> None:
     padding = " " * max(0, self._width - len(text)) if self._is_terminal else ""

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from absl import flags
 
-from experiments.compare import report_and_write
-from experiments.program import FLAGS, config_from_flags, define_flags, main
+from experiments.compare import run
+from experiments.program import FLAGS, config_from_flags, define_flags, main, out_folder
+from experiments.serving import Checked, check
 
 
-def run() -> int:
+def prepare() -> tuple[Checked, None]:
   config = config_from_flags(strategies=(FLAGS.strategy,))
-  return report_and_write(config, "run", also_simulate=False)
+  return check(config, out_folder("run")), None
 
 
 if __name__ == "__main__":
   define_flags("configs/quickstart.py")
   flags.DEFINE_string("strategy", "chunked", "continuous, chunked or disaggregated")
-  main(run)
+  main(prepare, run)

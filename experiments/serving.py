@@ -13,18 +13,20 @@ from typing import Any
 
 import numpy as np
 
-from experiments.program import Progress
+from configs.hardware import HARDWARE, link
+from experiments.program import Progress, whole_file
 from experiments.worlds import World, make_cluster, make_world
 from pdjax.analysis.capacity import capacity_rps, derive_slo
 from pdjax.analysis.verdict import StrategyRun, analyse, interference_line, verdict
 from pdjax.config import ExperimentConfig
-from pdjax.core.events import EventLog, write_events
+from pdjax.core.events import EventLog, Step, write_events
 from pdjax.core.names import pick
 from pdjax.core.plain import to_plain
 from pdjax.core.request import Request, SamplingParams
 from pdjax.metrics.goodput import Slo, achieved_rate_rps
 from pdjax.metrics.latency import enough
 from pdjax.metrics.timeline import write_chrome_trace
+from pdjax.metrics.utilisation import span_s
 from pdjax.serving.loop import Inbox, serve
 from pdjax.workloads import make_requests
 from pdjax.workloads.arrivals import ARRIVALS, Recorded
@@ -32,6 +34,7 @@ from pdjax.workloads.prompts import corpus_source
 from pdjax.workloads.traces import TraceRow, read_trace
 
 TIE_MARGIN = 1e-3  # logits: float32 sums in another order may differ by so much
+MOST_STEPS_SHOWN = 1000  # in the picture of a timeline; more are a smear
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -51,13 +54,26 @@ class Experiment:
 # Before anything compiles -------------------------------------------------------------------------
 
 
-def check(config: ExperimentConfig) -> tuple[World, list[TraceRow] | None]:
-  """The world of an experiment and its trace, if it has one; finds all wrong input that it can.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+  """An experiment that can run."""
+
+  config: ExperimentConfig
+  out: pathlib.Path
+  world: World
+  trace: list[TraceRow] | None
+
+
+def check(config: ExperimentConfig, out: pathlib.Path) -> Checked:
+  """Reads all input of an experiment and finds what is wrong with it; compiles and writes nothing.
 
   Raises:
     ValueError: what is wrong, where, and what to do.
   """
   workload = config.workload
+  # Also where the backend does not ask for them: a name that is wrong should not pass unseen.
+  pick(HARDWARE, config.hardware, "hardware")
+  link(config.link)
   trace = None if workload.trace is None else read_trace(workload.trace)
   if trace is None:
     pick(ARRIVALS, workload.arrivals, "arrivals")
@@ -70,7 +86,10 @@ def check(config: ExperimentConfig) -> tuple[World, list[TraceRow] | None]:
   world = make_world(config, longest)
   for strategy in config.strategies:
     # The scheduler alone knows what it can hold; it needs no device for that.
-    cluster = make_cluster(config, strategy, world.pages, lambda device: _Nowhere())
+    try:
+      cluster = make_cluster(config, strategy, world.pages, lambda device: _Nowhere())
+    except ValueError as error:
+      raise ValueError(f"strategy {strategy} cannot run: {error}") from error
     rows = trace or [TraceRow(0.0, *longest)]
     for number, row in enumerate(rows):
       request = _request(number, 0.0, row.prompt_tokens, row.output_tokens)
@@ -79,9 +98,11 @@ def check(config: ExperimentConfig) -> tuple[World, list[TraceRow] | None]:
         where = f"{workload.trace}: row {number + 1}" if trace else "workload.lengths: the longest"
         raise ValueError(
           f"{where} ({row.prompt_tokens} prompt, {row.output_tokens} output tokens) cannot run "
-          f"under {strategy}: {reason}"
+          f"under {strategy}: {reason}; shorten it, or raise cache.max_len, cache.num_pages or "
+          f"scheduler.prefill_budget where the config sets it"
         )
-  return world, trace
+  world.load()
+  return Checked(config=config, out=out, world=world, trace=trace)
 
 
 class _Nowhere:
@@ -107,12 +128,12 @@ def _request(number: int, arrival_s: float, prompt_tokens: int, output_tokens: i
 # The run ------------------------------------------------------------------------------------------
 
 
-def run_experiment(config: ExperimentConfig, progress: Progress) -> Experiment:
+def run_experiment(checked: Checked, progress: Progress) -> Experiment:
   """Measures the world's steps, derives rate and SLOs, and serves under every strategy in turn.
 
   Ctrl-C once the first strategy serves ends the experiment with what there is.
   """
-  world, trace = check(config)
+  config, world, trace = checked.config, checked.world, checked.trace
   world.prepare(progress.update)
   workload, pages = config.workload, world.pages
   rng = np.random.default_rng(workload.seed)
@@ -329,12 +350,14 @@ def report(experiment: Experiment) -> tuple[str, dict[str, Any]]:
   world, runs, slo = experiment.world, experiment.runs, experiment.slo
   decode_step_s = world.alone.decode_s(world.pages.num_rows)
   achieved = achieved_rate_rps(next(iter(runs.values())).records)
-  asked = "trace" if experiment.rate_rps is None else f"{experiment.rate_rps:.3g} requests/s"
-  words = verdict(runs, slo, decode_step_s, list(world.caveats))
+  asked = "the trace" if experiment.rate_rps is None else f"{experiment.rate_rps:.3g}/s"
+  words = verdict(
+    runs, slo, decode_step_s, list(world.caveats), num_requests=len(experiment.requests)
+  )
   text = "\n".join(
     [
       f"\n== {world.label} ==",
-      f"{len(experiment.requests)} requests; asked {asked}, drawn "
+      f"{len(experiment.requests)} requests; asked {asked}, achieved "
       + (f"{achieved:.3g}/s" if achieved else "n/a")
       + f"; capacity {experiment.capacity_rps:.3g}/s; SLOs: TTFT {_ms(slo.ttft_s)}, "
       f"TPOT {_ms(slo.tpot_s)}; a decode step of {world.pages.num_rows} rows alone "
@@ -372,7 +395,12 @@ def _ms(value_s: float) -> str:
 
 
 def token_report(experiment: Experiment) -> tuple[str, dict[str, Any], bool]:
-  """Whether strategies agree on every token: text, data, and whether a difference is no tie."""
+  """Whether strategies agree on every token: text, data, and whether a difference is no tie.
+
+  Says nothing where there is nothing to compare: one strategy, or a simulation without words.
+  """
+  if len(experiment.runs) < 2 or experiment.requests[0].prompt_ids is None:
+    return "", {"tokens_identical": None, "num_tokens_compared": 0}, False
   num_compared, differences = compare_tokens(experiment)
   data = {
     "tokens_identical": not differences,
@@ -381,8 +409,6 @@ def token_report(experiment: Experiment) -> tuple[str, dict[str, Any], bool]:
       {**to_plain(d), "is_tie": d.is_tie} for d in differences
     ],
   }  # fmt: skip
-  if experiment.world.prompts([], 0, chat=False) is None:
-    return "", {"tokens_identical": None, "num_tokens_compared": 0}, False
   if not differences:
     return f"Tokens: {num_compared} compared, identical under all strategies.", data, False
   wrong = [d for d in differences if not d.is_tie]
@@ -406,26 +432,53 @@ def machine() -> dict[str, Any]:
 
 
 def write_results(out: pathlib.Path, experiment: Experiment, data: Mapping[str, Any]) -> list[str]:
-  """Writes events, summary, timeline and pictures; returns the names of the files."""
+  """Writes events, summary, timeline and pictures; returns the names of the files.
+
+  Each file appears whole or not at all.
+  """
   out.mkdir(parents=True, exist_ok=True)
   runs, world = experiment.runs, experiment.world
-  (out / "summary.json").write_text(json.dumps(data, indent=1) + "\n")
   logs = {name: run.log for name, run in runs.items()}
-  write_events(out / "events.jsonl", logs)
-  write_chrome_trace(
-    out / "timeline.json", logs, world.model, bytes_per_value=world.bytes_per_value
-  )
-  files = ["summary.json", "events.jsonl", "timeline.json"]
+  with whole_file(out / "events.jsonl") as path:
+    write_events(path, logs)
+  write_summary(out, data)
+  with whole_file(out / "timeline.json") as path:
+    write_chrome_trace(path, logs, world.model, bytes_per_value=world.bytes_per_value)
+  files = ["events.jsonl", "summary.json", "timeline.json"]
   try:
     from experiments.figures.serving import draw_latency, draw_phases, draw_timeline
 
     records = {name: run.records for name, run in runs.items()}
-    draw_latency(records, experiment.slo, out / "latency.png")
-    draw_phases(records, out / "phases.png")
-    files += ["latency.png", "phases.png"]
-    for name, run in runs.items():
-      draw_timeline(run.log, out / f"timeline_{name}.png", f"{name}: {world.label}")
-      files.append(f"timeline_{name}.png")
+    with whole_file(out / "latency.png") as path:
+      draw_latency(records, experiment.slo, path)
+    with whole_file(out / "phases.png") as path:
+      draw_phases(records, path)
+    title, window_s = f"{world.label}: {len(experiment.requests)} requests", _window_s(runs)
+    if window_s is not None:
+      title += f" ({window_s[1] - window_s[0]:.3g} s of them)"
+    with whole_file(out / "timeline.png") as path:
+      draw_timeline(logs, path, title, window_s=window_s)
+    files += ["latency.png", "phases.png", "timeline.png"]
   except ImportError as error:
     print(f"no pictures: {error}")
   return files
+
+
+def write_summary(out: pathlib.Path, data: Mapping[str, Any]) -> None:
+  """Writes `summary.json`, whole or not at all."""
+  with whole_file(out / "summary.json") as path:
+    path.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
+
+
+def _window_s(runs: Mapping[str, StrategyRun]) -> tuple[float, float] | None:
+  """The part of long runs that a picture can show: around the longest gap of all; None: all."""
+  num_steps = max(sum(isinstance(e, Step) for e in run.log) for run in runs.values())
+  gaps = [(run.same_pool.gap_s, run) for run in runs.values() if run.same_pool is not None]
+  if num_steps <= MOST_STEPS_SHOWN or not gaps:
+    return None
+  gap_s, run = max(gaps, key=lambda gap: gap[0])
+  record = run.records[run.same_pool.request_id]
+  middle_s = record.token_s[record.itl_s.index(gap_s)] + gap_s / 2
+  width_s = max(4 * gap_s, span_s(run.log) * MOST_STEPS_SHOWN / num_steps)
+  start_s = max(0.0, middle_s - width_s / 2)
+  return start_s, start_s + width_s

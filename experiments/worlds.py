@@ -40,8 +40,12 @@ class World(Protocol):
   bytes_per_value: int
   caveats: list[str]
 
+  def load(self) -> None:
+    """Reads the weights and finds the devices, the last that can be wrong with the input."""
+    ...
+
   def prepare(self, show: Callable[[str], None]) -> None:
-    """Loads, compiles and measures."""
+    """Compiles and measures."""
     ...
 
   def prompts(self, lengths, seed: int, *, chat: bool) -> list[tuple[int, ...]] | None: ...
@@ -58,6 +62,11 @@ def make_pages(config: ExperimentConfig, longest: tuple[int, int], pages: int | 
   cache = config.cache
   max_len = cache.max_len or sum(longest) - 1  # the last output token is never cached
   per_row = math.ceil(max_len / cache.page_size)
+  if cache.layout == "slots" and cache.num_pages not in (None, cache.num_rows * per_row):
+    raise ValueError(
+      f"cache.num_pages={cache.num_pages} goes with cache.layout=paged; in slots each of the "
+      f"{cache.num_rows} rows has {per_row} pages of its own"
+    )
   return PageConfig(
     num_rows=cache.num_rows,
     page_size=cache.page_size,
@@ -106,10 +115,16 @@ class SimWorld:
         f"weights of {self.model.name} on {device.name}: {fits} do"
       )
     self.label = f"simulated {self.model.name} on {config.num_devices} x {device.label}"
+    peaks = (
+      "" if device.is_calibrated else ", and from data-sheet peaks: too fast by a third or more"
+    )
     self.caveats = [
-      "step times are a latency model's, not measured"
-      + ("" if device.is_calibrated else ", and from data-sheet peaks: too fast by a third or more")
+      f"step times are a latency model's, not measured{'' if device.is_calibrated else peaks}",
+      *_beyond_training(self.model, longest),
     ]
+
+  def load(self) -> None:
+    pass
 
   def prepare(self, show: Callable[[str], None]) -> None:
     prompt, output = self._longest
@@ -141,26 +156,37 @@ class JaxWorld:
 
   def __init__(self, config: ExperimentConfig, longest: tuple[int, int]):
     self._config, self._longest = config, longest
-    self._checkpoint = _find_checkpoint(config.model)  # a wrong name fails before jax starts
+    # A wrong name or a broken file fails before jax is even imported.
+    self._checkpoint = _find_checkpoint(config.model)
     self.pages = make_pages(config, longest, None)
     self._executors: list[Executor] = []
 
+  def load(self) -> None:
+    config, num_devices = self._config, self._config.num_devices
+    (self.model, weights), self._tokenizer = _read(config.model, self._checkpoint)
+
+    from pdjax.engine.mesh import ensure_devices
+    from pdjax.models.transformer import from_arrays, random_arrays
+
+    self._devices = ensure_devices(num_devices)
+    if weights is None:
+      weights = random_arrays(self.model, seed=0)
+    self._model = from_arrays(self.model, weights)
+    platform = self._devices[0].platform
+    name = pathlib.Path(config.model).name
+    self.label = f"{name} on {num_devices} {platform} device{'s' if num_devices > 1 else ''}"
+    self.caveats = _beyond_training(self.model, self._longest)
+    if platform == "cpu" and num_devices > 1:
+      self.caveats.insert(
+        0, "the CPU devices share the same cores and memory, so a busy pool slows the others down"
+      )
+
   def prepare(self, show: Callable[[str], None]) -> None:
     from pdjax.engine.build import build_executors, default_buckets, warm_up
-    from pdjax.engine.mesh import ensure_devices
 
-    config, num_devices = self._config, self._config.num_devices
-    devices = ensure_devices(num_devices)
-    show(f"loading {config.model}")
-    self._model, self._tokenizer = _load(config.model, self._checkpoint)
-    self.model = self._model.config
-    platform = devices[0].platform
-    self.label = f"{config.model} on {num_devices} {platform} devices"
-    self.caveats = (
-      ["the CPU devices share the same cores and memory, so a busy pool slows the others down"]
-      if platform == "cpu"
-      else []
-    )
+    config, devices = self._config, self._devices
+    num_devices = len(devices)
+    show(f"warm-up: compiling for {num_devices} devices")
     whole = config.scheduler.prefill_budget or self.pages.capacity_tokens
     buckets = default_buckets(
       self.pages, whole_budget=whole, chunk_budget=config.scheduler.token_budget
@@ -216,7 +242,7 @@ def _find_checkpoint(name: str) -> pathlib.Path | None:
   if name.endswith(".gguf"):
     path = pathlib.Path(name)
     if not path.is_file():
-      raise ValueError(f"model file {name} does not exist")
+      raise ValueError(f"model file {name} does not exist; give the path of a .gguf file")
     return path
   pick(MODELS, name, "model")
   if name == "tiny":
@@ -230,16 +256,25 @@ def _find_checkpoint(name: str) -> pathlib.Path | None:
   return fetch(name)
 
 
-def _load(name: str, checkpoint: pathlib.Path | None):
-  from pdjax.models.checkpoints.gguf import load_gguf
-  from pdjax.models.transformer import from_arrays, random_arrays
+def _read(name: str, checkpoint: pathlib.Path | None):
+  """((shape, weights or None for random ones), tokenizer) of a model. Imports no jax."""
   from pdjax.tokenizer import ByteTokenizer, Tokenizer
 
   if checkpoint is None:
-    config = MODELS[name]
-    return from_arrays(config, random_arrays(config, seed=0)), ByteTokenizer(config.vocab_size)
-  config, arrays = load_gguf(checkpoint)
-  return from_arrays(config, arrays), Tokenizer.from_gguf(checkpoint)
+    return (MODELS[name], None), ByteTokenizer(MODELS[name].vocab_size)
+  from pdjax.models.checkpoints.gguf import load_gguf
+
+  return load_gguf(checkpoint), Tokenizer.from_gguf(checkpoint)
+
+
+def _beyond_training(model: ModelConfig, longest: tuple[int, int]) -> list[str]:
+  """The caveat about sequences that the model was never trained for, if there may be any."""
+  if sum(longest) <= model.max_len:
+    return []
+  return [
+    f"sequences of up to {sum(longest)} tokens are longer than the {model.max_len} that "
+    f"{model.name} was trained for, so its words would be poor"
+  ]
 
 
 def make_world(config: ExperimentConfig, longest: tuple[int, int]) -> World:

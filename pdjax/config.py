@@ -5,14 +5,31 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib.util
+import math
 import pathlib
+import traceback
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pdjax.core.names import pick
 from pdjax.core.plain import from_plain
+from pdjax.core.request import SamplingParams
 from pdjax.workloads.lengths import Fixed, LogNormal, Mix, Uniform
+
+
+def _check_positive(part: str, config: Any, *names: str) -> None:
+  for name in names:
+    value = getattr(config, name)
+    if value is not None and not 0 < value < math.inf:
+      raise ValueError(f"{part}.{name}={value} must be positive")
+
+
+def _check_at_least_1(part: str, config: Any, *names: str) -> None:
+  for name in names:
+    value = getattr(config, name)
+    if value is not None and value < 1:
+      raise ValueError(f"{part}.{name}={value} must be at least 1")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,14 +52,10 @@ class WorkloadConfig:
   chat: bool = True  # put prompts into the model's chat template
 
   def __post_init__(self):
-    if self.rate_rps is not None and not self.rate_rps > 0:
-      raise ValueError(f"workload.rate_rps={self.rate_rps} must be positive")
-    if not self.load > 0:
-      raise ValueError(f"workload.load={self.load} must be positive")
-    if not self.duration_s > 0:
-      raise ValueError(f"workload.duration_s={self.duration_s} must be positive")
-    if self.num_requests is not None and self.num_requests < 1:
-      raise ValueError(f"workload.num_requests={self.num_requests} must be at least 1")
+    _check_positive("workload", self, "rate_rps", "load", "cv", "duration_s")
+    _check_at_least_1("workload", self, "num_requests")
+    if self.seed < 0:
+      raise ValueError(f"workload.seed={self.seed} must be 0 or more")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +70,9 @@ class SchedulerOptions:
   steps_in_flight: int = 1
 
   def __post_init__(self):
-    if self.token_budget < 1:
-      raise ValueError(f"scheduler.token_budget={self.token_budget} must be at least 1")
+    _check_at_least_1("scheduler", self, "token_budget", "prefill_budget")
+    if not 0 <= self.watermark < 1:
+      raise ValueError(f"scheduler.watermark={self.watermark} must be in [0, 1)")
     if self.steps_in_flight not in (1, 2):
       raise ValueError(f"scheduler.steps_in_flight={self.steps_in_flight} must be 1 or 2")
 
@@ -78,9 +92,7 @@ class CacheConfig:
   def __post_init__(self):
     if self.layout not in ("slots", "paged"):
       raise ValueError(f"cache.layout={self.layout!r} must be 'slots' or 'paged'")
-    for name in ("num_rows", "page_size"):
-      if getattr(self, name) < 1:
-        raise ValueError(f"cache.{name}={getattr(self, name)} must be at least 1")
+    _check_at_least_1("cache", self, "num_rows", "page_size", "max_len", "num_pages")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +102,12 @@ class SamplingConfig:
   temperature: float = 0.0
   top_k: int | None = None
   top_p: float = 1.0
+
+  def __post_init__(self):
+    try:
+      SamplingParams(max_tokens=1, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+    except ValueError as error:
+      raise ValueError(f"sampling.{error}") from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +122,7 @@ class SloConfig:
   tpot_multiple: float = 5.0
 
   def __post_init__(self):
-    for name in ("ttft_s", "tpot_s", "ttft_multiple", "tpot_multiple"):
-      value = getattr(self, name)
-      if value is not None and not value > 0:
-        raise ValueError(f"slo.{name}={value} must be positive")
+    _check_positive("slo", self, "ttft_s", "tpot_s", "ttft_multiple", "tpot_multiple")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,14 +218,26 @@ def load_config(path: str | pathlib.Path, overrides: Iterable[str] = ()) -> Expe
   if not path.is_file():
     raise ValueError(f"config file {path} does not exist")
   spec = importlib.util.spec_from_file_location(path.stem, path)
+  if spec is None:
+    raise ValueError(f"config file {path} is not a Python file (.py)")
   module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  if not hasattr(module, "get_config"):
+  try:
+    spec.loader.exec_module(module)
+    get_config = getattr(module, "get_config", None)
+    config = get_config() if get_config is not None else None
+  except Exception as error:  # whatever a user's code may raise
+    raise ValueError(f"config file {path}: {_where(error, path)}{error!r}") from error
+  if get_config is None:
     raise ValueError(f"config file {path} has no function get_config()")
-  config = module.get_config()
   if not isinstance(config, ExperimentConfig):
     raise ValueError(f"{path}: get_config() gave a {type(config).__name__}, not ExperimentConfig")
   return override(config, overrides)
+
+
+def _where(error: Exception, path: pathlib.Path) -> str:
+  """The line of the file that raised, if one did."""
+  lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+  return f"line {lines[-1]}: " if lines else ""
 
 
 def override(config: ExperimentConfig, assignments: Iterable[str]) -> ExperimentConfig:

@@ -1,8 +1,12 @@
 """Fixtures for all tests. Default runs need no network: what is absent skips, and says so."""
 
+import os
 import pathlib
 
 import pytest
+
+# Two devices for pools that hand over. JAX reads it at its first use, whichever test comes first.
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from pdjax.config import (
   STRATEGIES,
   CacheConfig,
   ExperimentConfig,
+  SamplingConfig,
   SchedulerOptions,
   SloConfig,
   WorkloadConfig,
@@ -53,6 +54,10 @@ def test_a_file_gives_its_config_with_overrides_applied_in_order(tmp_path):
     (None, "does not exist"),
     ("x = 1", r"has no function get_config\(\)"),
     ("def get_config():\n  return 1", "gave a int, not ExperimentConfig"),
+    ("def get_config():\n  return None", "gave a NoneType, not ExperimentConfig"),
+    ("def get_config()\n  return 1", "SyntaxError"),
+    ("import nonsense_package", "line 1: .*No module named 'nonsense_package'"),
+    ("x = 1\ndef get_config():\n  return 1 / 0", "line 3: ZeroDivisionError"),
   ],
 )
 def test_a_file_that_is_no_config_is_named(tmp_path, text, message):
@@ -62,6 +67,13 @@ def test_a_file_that_is_no_config_is_named(tmp_path, text, message):
   with pytest.raises(ValueError, match=message) as error:
     load_config(path)
   assert str(path) in str(error.value)
+
+
+def test_a_file_of_another_kind_is_named(tmp_path):
+  path = tmp_path / "lab.yaml"
+  path.write_text("model: tiny")
+  with pytest.raises(ValueError, match=r"lab.yaml is not a Python file \(.py\)"):
+    load_config(path)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +152,20 @@ def test_an_assignment_that_makes_no_sense_says_why(assignment, message):
     (WorkloadConfig, {"rate_rps": float("nan")}, "workload.rate_rps=nan must be positive"),
     (WorkloadConfig, {"load": -1.0}, "workload.load=-1.0 must be positive"),
     (WorkloadConfig, {"duration_s": 0.0}, "workload.duration_s=0.0 must be positive"),
+    (WorkloadConfig, {"rate_rps": float("inf")}, "workload.rate_rps=inf must be positive"),
+    (WorkloadConfig, {"load": float("inf")}, "workload.load=inf must be positive"),
+    (WorkloadConfig, {"duration_s": float("inf")}, "workload.duration_s=inf must be positive"),
+    (WorkloadConfig, {"cv": 0.0}, "workload.cv=0.0 must be positive"),
+    (WorkloadConfig, {"seed": -1}, "workload.seed=-1 must be 0 or more"),
     (WorkloadConfig, {"num_requests": 0}, "workload.num_requests=0 must be at least 1"),
+    (SchedulerOptions, {"prefill_budget": 0}, "scheduler.prefill_budget=0 must be at least 1"),
+    (SchedulerOptions, {"watermark": 1.0}, "scheduler.watermark=1.0 must be in [0, 1)"),
+    (CacheConfig, {"max_len": 0}, "cache.max_len=0 must be at least 1"),
+    (CacheConfig, {"num_pages": -3}, "cache.num_pages=-3 must be at least 1"),
+    (SamplingConfig, {"temperature": -1.0}, "sampling.temperature=-1.0 must be"),
+    (SamplingConfig, {"top_k": 0}, "sampling.top_k=0 must be at least 1"),
+    (SamplingConfig, {"top_p": 1.5}, "sampling.top_p=1.5 must be in (0, 1]"),
+    (SloConfig, {"tpot_multiple": float("inf")}, "slo.tpot_multiple=inf must be positive"),
     (SchedulerOptions, {"token_budget": 0}, "scheduler.token_budget=0 must be at least 1"),
     (SchedulerOptions, {"steps_in_flight": 3}, "scheduler.steps_in_flight=3 must be 1 or 2"),
     (CacheConfig, {"layout": "heap"}, "cache.layout='heap' must be 'slots' or 'paged'"),

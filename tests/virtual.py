@@ -98,11 +98,11 @@ def make_cluster(strategy: str, *, budget: int = 16, **options) -> Cluster:
   return Cluster(pools)
 
 
-def run(cluster: Cluster, requests, *, each_turn=None, **options) -> EventLog:
-  """Serves to the end, checking every invariant at every turn."""
+def run(cluster: Cluster, requests, *, clock=None, each_turn=None, **options) -> EventLog:
+  """Serves to the end, in virtual time by default, checking every invariant at every turn."""
   log = EventLog()
   inbox = requests if isinstance(requests, Inbox) else Inbox(requests)
-  for turn in serve(cluster, inbox, VirtualClock(), log, **options):
+  for turn in serve(cluster, inbox, clock or VirtualClock(), log, **options):
     for pool in cluster.pools:
       pool.scheduler.check()
     if each_turn is not None:

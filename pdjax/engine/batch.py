@@ -71,27 +71,32 @@ class RowState:
     )
 
 
-def max_emits(num_padded: int, num_rows: int) -> int:
-  """First tokens that a prefill bucket has room for."""
-  return min(num_rows, max(1, num_padded // _TOKENS_PER_EMIT))
+def pick_prefill_bucket(
+  slices: tuple[Slice, ...], sizes: tuple[int, ...], num_rows: int
+) -> tuple[int, int]:
+  """The smallest prefill size that holds the slices, and how many first tokens it has room for.
 
+  The largest has room for those of every row, so that no step within its budget is without one.
 
-def pick_prefill_bucket(slices: tuple[Slice, ...], sizes: tuple[int, ...], num_rows: int) -> int:
-  """The smallest prefill size that holds the tokens of the slices and the tokens they emit."""
+  Raises:
+    ValueError: the slices have more tokens than the largest size.
+  """
   num_tokens = sum(s.num_tokens for s in slices)
   num_emits = sum(s.emits_token for s in slices)
   for size in sizes:
-    if num_tokens <= size and num_emits <= max_emits(size, num_rows):
-      return size
+    room = size if size == sizes[-1] else max(1, size // _TOKENS_PER_EMIT)
+    if num_tokens <= size and num_emits <= room:
+      return size, min(num_rows, room)
   raise ValueError(f"{num_tokens} prefill tokens do not fit the largest bucket {sizes[-1]}")
 
 
-def prefill_inputs(slices: tuple[Slice, ...], num_padded: int, rows: RowState) -> PrefillInputs:
+def prefill_inputs(
+  slices: tuple[Slice, ...], num_padded: int, num_emits: int, rows: RowState
+) -> PrefillInputs:
   """Packs the slices one after another; attention gets them cut into tiles of one row each."""
   tile = min(PREFILL_TILE, num_padded)
   # Every slice may leave its last tile part empty, hence a spare tile for each row but one.
-  num_tiles = num_padded // tile + rows.num_rows - 1
-  num_emits = max_emits(num_padded, rows.num_rows)
+  num_tiles = -(-num_padded // tile) + rows.num_rows - 1
   tokens = np.zeros(num_padded, np.int32)
   positions = np.full(num_padded, -1, np.int32)
   tiles = np.full((num_tiles, tile), num_padded, np.int32)
@@ -155,8 +160,8 @@ def step_inputs(
   prefill = decode = None
   if plan.prefills:
     sizes = buckets.mixed if len(plan.decodes) else buckets.prefill
-    size = pick_prefill_bucket(plan.prefills, sizes, rows.num_rows)
-    prefill = prefill_inputs(plan.prefills, size, rows)
+    num_padded, num_emits = pick_prefill_bucket(plan.prefills, sizes, rows.num_rows)
+    prefill = prefill_inputs(plan.prefills, num_padded, num_emits, rows)
   if len(plan.decodes):
     num_padded = rows.num_rows if plan.prefills else pick_bucket(buckets.rows, len(plan.decodes))
     decode = decode_inputs(plan, num_padded, rows)

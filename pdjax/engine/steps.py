@@ -1,6 +1,6 @@
 """Every compiled function of the engine, in one place.
 
-  function       donates             static shapes                 traced once per
+  function       donates             static shapes                 compiled once per
   prefill_step   cache, last_token   T of `PrefillInputs`          bucket and mesh
   decode_step    cache, last_token   B of `DecodeInputs`           bucket and mesh
   mixed_step     cache, last_token   T, and B = all rows           bucket and mesh
@@ -10,7 +10,8 @@
 
 The three steps are one forward through the weights; they differ in `attend` alone. `mixed_step`
 reads the weights once for chunks and decodes together, which is the whole point of Sarathi-Serve:
-two calls would read them twice. `num_traces` counts tracings; after warm-up it must not move.
+two calls would read them twice. `num_traces` counts tracings, which all meshes share; after warm-up
+it must not move.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Steps:
     self.mixed_step = self._jit("mixed_step", self._mixed, donate=("cache", "last_token"))
     self.gather_pages = self._jit("gather_pages", self._gather, donate=())
     self.scatter_pages = self._jit("scatter_pages", self._scatter, donate=("cache", "last_token"))
+    self.last_logits = self._jit("last_logits", self._logits, donate=())
 
   def _jit(self, name: str, function, donate: tuple[str, ...]):
     def traced(*args):
@@ -52,8 +54,6 @@ class Steps:
     arguments = function.__code__.co_varnames[1 : function.__code__.co_argcount]
     traced.__name__ = name
     return jax.jit(traced, donate_argnums=tuple(arguments.index(d) for d in donate))
-
-    self.last_logits = self._jit("last_logits", self._logits, donate=())
 
   # Each step returns (cache, last_token, ids): ids [E] of the emitting slices in order, then [B].
 

@@ -12,7 +12,7 @@ from experiments.figures import serving
 from pdjax.core.clock import to_ticks
 from pdjax.core.events import Arrived, Copied, EventLog, Failed, Finished, Preempted, Step
 from pdjax.metrics.goodput import Slo
-from pdjax.metrics.latency import mean_phases, request_records
+from pdjax.metrics.latency import interference, mean_phases, request_records
 
 pytest.importorskip("matplotlib")
 
@@ -213,29 +213,44 @@ def test_five_strategies_with_long_names_fit(runs, tmp_path):
   check_texts_lie_apart_and_inside(serving.draw_phases(many, tmp_path / "phases.png"))
 
 
-@pytest.mark.parametrize("strategy", ["prefill first", "chunked", "disaggregated"])
-def test_a_timeline_has_a_lane_per_pool_and_an_arrow_per_copy(logs, tmp_path, strategy):
-  log = EventLog(logs[strategy])
-  log.append(Preempted(time_s=1.0, request_id=1, pool=_pools(log)[0]))
-  figure = serving.draw_timeline(log, tmp_path / "timeline.png", f"{strategy}, 40 requests")
+def test_a_timeline_has_a_panel_per_run_a_lane_per_pool_and_an_arrow_per_copy(logs, tmp_path):
+  logs = {name: EventLog(log) for name, log in logs.items()}
+  logs["chunked"].append(Preempted(time_s=1.0, request_id=1, pool="mixed-0"))
+  figure = serving.draw_timeline(logs, tmp_path / "timeline.png", "40 requests, three strategies")
   check_texts_lie_apart_and_inside(figure)
-  (axes,) = figure.axes
-  labels = [label.get_text().split("\n")[0] for label in axes.get_yticklabels()]
-  assert labels == _pools(log)
-  copies = [e for e in log if isinstance(e, Copied)]
-  arrows = [t for t in axes.texts if t.arrow_patch is not None]
-  assert [(a.xyann[0], a.xy[0]) for a in arrows] == [(c.start_s, c.end_s) for c in copies]
-  assert bool(copies) == (strategy == "disaggregated")
-  assert "preempted (1)" in words(figure)
-  bars = sum(len(bars.get_paths()) for bars in axes.collections)
-  assert bars == sum(isinstance(e, Step) for e in log)
+  assert [axes.get_title(loc="left") for axes in figure.axes] == list(logs)
+  assert len({axes.get_xlim() for axes in figure.axes}) == 1, "one time axis for all"
+  for axes, (name, log) in zip(figure.axes, logs.items()):
+    labels = [label.get_text().split("\n")[0] for label in axes.get_yticklabels()]
+    assert labels == _pools(log)
+    copies = [e for e in log if isinstance(e, Copied)]
+    arrows = [t for t in axes.texts if getattr(t, "arrow_patch", None) is not None]
+    assert [(a.xyann[0], a.xy[0]) for a in arrows] == [(c.start_s, c.end_s) for c in copies]
+    assert bool(copies) == (name == "disaggregated")
+    steps = [e for e in log if isinstance(e, Step)]
+    tokens = {e.request_id: e.num_prompt_tokens for e in log if isinstance(e, Arrived)}
+    long = {i for i, n in tokens.items() if n >= 4 * np.median(list(tokens.values()))}
+    of_long = [e for e in steps if long & set(e.prefill_ids)]
+    assert long and of_long
+    spans = sorted((e.start_s, e.end_s) for e in (*steps, *of_long))
+    np.testing.assert_allclose(sorted(_spans(axes)), spans)
+  assert "preempted" in words(figure)
+
+
+def test_a_timeline_shows_the_longest_gap_beside_a_long_prompt(logs, tmp_path):
+  figure = serving.draw_timeline(logs, tmp_path / "timeline.png", "40 requests")
+  for axes, log in zip(figure.axes, logs.values()):
+    found = interference(log) or interference(log, any_pool=True)
+    (line,) = [line for line in axes.lines if line.get_color() == serving.GAP_COLOUR]
+    start_s, end_s = line.get_xdata()
+    assert end_s - start_s == found.gap_s
+    assert start_s in request_records(log)[found.request_id].token_s
+    assert f"{found.gap_s * 1e3:.0f} ms" in axes.get_title(loc="right")
 
 
 def test_a_timeline_can_show_a_part(logs, tmp_path):
-  figure = serving.draw_timeline(
-    logs["disaggregated"], tmp_path / "part.png", "one second", window_s=(1.0, 2.0)
-  )
-  assert figure.axes[0].get_xlim() == (1.0, 2.0)
+  figure = serving.draw_timeline(logs, tmp_path / "part.png", "one second", window_s=(1.0, 2.0))
+  assert {axes.get_xlim() for axes in figure.axes} == {(1.0, 2.0)}
   check_texts_lie_apart_and_inside(figure)
 
 
@@ -262,7 +277,7 @@ def test_phases_and_strategies_have_colours_of_their_own():
 def test_empty_runs_draw_without_a_crash(tmp_path):
   runs = {"nothing": request_records(EventLog())}
   serving.draw_latency(runs, SLO, tmp_path / "a.png")
-  serving.draw_timeline(EventLog(), tmp_path / "b.png", "nothing")
+  serving.draw_timeline({"nothing": EventLog()}, tmp_path / "b.png", "nothing")
   figure = serving.draw_phases(runs, tmp_path / "c.png")
   assert "nothing finished" in words(figure)
   assert {p.name for p in tmp_path.iterdir()} == {"a.png", "b.png", "c.png"}
@@ -279,6 +294,12 @@ def test_without_matplotlib_the_error_names_the_extra(runs, tmp_path, monkeypatc
   monkeypatch.setattr(builtins, "__import__", no_matplotlib)
   with pytest.raises(ImportError, match=r"pdjax\[figures\]"):
     serving.draw_phases(runs, tmp_path / "phases.png")
+
+
+def _spans(axes) -> list[tuple[float, float]]:
+  """From when to when each bar lasts."""
+  paths = [path for bars in axes.collections for path in bars.get_paths()]
+  return [(path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in paths]
 
 
 def _pools(log) -> list[str]:

@@ -1,0 +1,99 @@
+"""Pools of the real engine for tests: compiled once, then given to any cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import warnings
+
+import jax
+from virtual import run
+
+from pdjax.config import STRATEGIES
+from pdjax.core.clock import WallClock
+from pdjax.core.events import EventLog
+from pdjax.core.request import Request, SamplingParams
+from pdjax.engine.buckets import Buckets
+from pdjax.engine.build import build_executors, warm_up
+from pdjax.engine.jax_executor import JaxExecutor
+from pdjax.engine.steps import Steps
+from pdjax.models.model import Model
+from pdjax.scheduling.pages import PageConfig
+from pdjax.scheduling.policies import POLICIES
+from pdjax.scheduling.scheduler import Scheduler, SchedulerConfig
+from pdjax.serving.cluster import Cluster, Pool
+
+ROWS, PAGE_SIZE, PAGES_PER_ROW = 6, 4, 20
+CAPACITY = PAGE_SIZE * PAGES_PER_ROW
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+  """Two warm executors, for a prefill or mixed pool and for a decode pool, and their steps."""
+
+  executors: list[JaxExecutor]
+  steps: Steps
+  pages: PageConfig
+  buckets: Buckets
+
+
+def build(model: Model, layout: str, buckets: Buckets, devices, pages: PageConfig | None = None):
+  """An `Engine`; a donated buffer that XLA cannot use is an error."""
+  pages = pages or PageConfig(
+    num_rows=ROWS,
+    page_size=PAGE_SIZE,
+    pages_per_row=PAGES_PER_ROW,
+    num_pages=ROWS * PAGES_PER_ROW,
+    contiguous=layout == "slots",
+  )
+  executors, steps = build_executors(model, pages, buckets, devices, layout=layout)
+  with warnings.catch_warnings():
+    warnings.filterwarnings("error", message=".*donated.*")
+    for _ in warm_up(executors, [{"mixed", "prefill"}, {"decode"}]):
+      pass
+  return Engine(executors=executors, steps=steps, pages=pages, buckets=buckets)
+
+
+def make_cluster(
+  engine: Engine, strategy: str, *, budget: int = 16, num_pages: int | None = None, shuffle=None
+) -> Cluster:
+  """The pools of a strategy: one mixed pool, or a prefill and a decode pool.
+
+  `num_pages` lets the scheduler use only so many; `shuffle` is the seed that orders free pages.
+  """
+  pages = dataclasses.replace(engine.pages, num_pages=num_pages or engine.pages.num_pages)
+  pools = []
+  for spec in STRATEGIES[strategy](2 if strategy == "disaggregated" else 1):
+    executor = engine.executors[spec.role == "decode"]
+    executor.reset()
+    limits = SchedulerConfig(
+      token_budget=engine.pages.capacity_tokens if spec.takes_whole_prompts else budget,
+      chunk_prompts=not spec.takes_whole_prompts,
+    )
+    scheduler = Scheduler(POLICIES[spec.policy], pages, limits)
+    if shuffle is not None and not pages.contiguous:
+      random.Random(shuffle).shuffle(scheduler.pages._free_pages)
+    pools.append(Pool(spec.name, spec.role, scheduler, executor))
+  return Cluster(pools)
+
+
+def serve_all(cluster: Cluster, requests, **options) -> EventLog:
+  """Serves to the end in real time, checking every invariant at every turn."""
+  return run(cluster, requests, clock=WallClock(), **options)
+
+
+def request(request_id: int, prompt_ids, arrival_s: float = 0.0, **sampling) -> Request:
+  return Request(
+    request_id=request_id,
+    arrival_s=arrival_s,
+    num_prompt_tokens=len(prompt_ids),
+    prompt_ids=tuple(prompt_ids),
+    sampling=SamplingParams(**sampling),
+  )
+
+
+def cpus() -> list[jax.Device]:
+  """The two CPU devices that `tests/conftest.py` asks for."""
+  devices = jax.devices("cpu")
+  assert len(devices) >= 2, "JAX started with one CPU device before it was asked for two"
+  return devices[:2]

@@ -1,0 +1,160 @@
+"""The default shapes hold every step that a scheduler can plan, and warm-up compiles them all."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from engine.pools import cpus
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdjax.core.plan import DecodeSlices, Slice, StepPlan
+from pdjax.core.request import SamplingParams
+from pdjax.engine.batch import RowState, step_inputs
+from pdjax.engine.build import default_buckets, warm_up
+from pdjax.engine.jax_executor import JaxExecutor
+from pdjax.engine.mesh import make_mesh
+from pdjax.models.checksum import checksum_model
+from pdjax.scheduling.pages import PageConfig
+
+pytestmark = pytest.mark.quick
+
+
+@st.composite
+def pools(draw):
+  """Pages, a whole-prompt budget and a chunk budget that a scheduler accepts."""
+  num_rows = draw(st.integers(1, 20))
+  page_size = draw(st.sampled_from([1, 4, 16]))
+  pages_per_row = draw(st.integers(-(-16 // page_size), 20))
+  num_pages = draw(st.integers(max(1, 16 // page_size), 2 * num_rows * pages_per_row))
+  pages = PageConfig(
+    num_rows=num_rows, page_size=page_size, pages_per_row=pages_per_row, num_pages=num_pages
+  )
+  whole = max(pages.capacity_tokens, num_rows) + draw(st.integers(0, 100))
+  return pages, whole, draw(st.integers(num_rows, 300))
+
+
+@st.composite
+def plans(draw, pages, whole_budget, chunk_budget):
+  """Slices of distinct rows within a budget, as all of its steps: whole prompts have no decodes."""
+  is_whole = draw(st.booleans())
+  num_decodes = 0 if is_whole else draw(st.integers(0, pages.num_rows))
+  left = whole_budget if is_whole else chunk_budget - num_decodes
+  slices = []
+  for row in range(draw(st.integers(0 if num_decodes else 1, pages.num_rows - num_decodes))):
+    if left < 1:
+      break
+    most = min(left, pages.capacity_tokens)
+    num_tokens = draw(st.sampled_from([1, most]) | st.integers(1, most))
+    left -= num_tokens
+    slices.append(
+      Slice(
+        request_id=row,
+        generation=0,
+        row=row,
+        start=0,
+        num_tokens=num_tokens,
+        token_ids=(0,) * num_tokens,
+        emits_token=is_whole or draw(st.booleans()),
+        sampling=SamplingParams(max_tokens=1),
+      )
+    )
+  rows = tuple(range(pages.num_rows - num_decodes, pages.num_rows))
+  columns = dict(request_ids=rows, generations=rows, rows=rows, positions=(0,) * num_decodes)
+  return StepPlan(step_id=0, prefills=tuple(slices), decodes=DecodeSlices(**columns))
+
+
+def shape_of(prefill, decode):
+  """All that a compiled step depends on."""
+  return (
+    None if prefill is None else (prefill.batch.tiles.shape, len(prefill.emit_row)),
+    None if decode is None else len(decode.rows),
+  )
+
+
+class Recorder:
+  """`Steps` that compute nothing and remember which shapes they were called with."""
+
+  def __init__(self):
+    self.shapes, self.num_copied_pages = set(), {"gather": set(), "scatter": set()}
+
+  def prefill_step(self, params, cache, last_token, prefill):
+    return self._run(cache, last_token, prefill, None)
+
+  def decode_step(self, params, cache, last_token, decode):
+    return self._run(cache, last_token, None, decode)
+
+  def mixed_step(self, params, cache, last_token, prefill, decode):
+    return self._run(cache, last_token, prefill, decode)
+
+  def _run(self, cache, last_token, prefill, decode):
+    self.shapes.add(shape_of(prefill, decode))
+    num_ids = sum(len(part) for part in (prefill and prefill.emit_row, decode and decode.rows)
+                  if part is not None)  # fmt: skip
+    return cache, last_token, np.zeros(num_ids, np.int32)
+
+  def gather_pages(self, cache, page_ids):
+    self.num_copied_pages["gather"].add(len(page_ids))
+    return np.zeros(1)
+
+  def scatter_pages(self, cache, last_token, page_ids, pieces, row, token_id):
+    self.num_copied_pages["scatter"].add(len(page_ids))
+    return cache, last_token
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_every_plan_within_the_budgets_finds_a_shape_that_warm_up_compiled(data):
+  pages, whole_budget, chunk_budget = data.draw(pools())
+  buckets = default_buckets(pages, whole_budget=whole_budget, chunk_budget=chunk_budget)
+  assert len(buckets.prefill) + len(buckets.mixed) + len(buckets.rows) <= 12
+  model, steps = checksum_model(), Recorder()
+  # A cache of one page: the recorder never looks into it.
+  layout = model.layout(
+    kind="paged", num_rows=1, page_size=1, pages_per_row=pages.pages_per_row, num_pages=1
+  )
+  executor = JaxExecutor(model, steps, pages, layout, buckets, make_mesh(cpus()[:1]))
+  lines = list(warm_up([executor], [{"mixed", "prefill", "decode"}]))
+  assert len(lines) == len(set(lines)) >= len(steps.shapes)
+  for copied in steps.num_copied_pages.values():
+    assert copied == set(buckets.pages) and max(copied) == pages.pages_per_row
+  for _ in range(8):
+    plan = data.draw(plans(pages, whole_budget, chunk_budget))
+    rows = RowState(pages.num_rows, pages.pages_per_row, pages.num_pages, 997)
+    assert shape_of(*step_inputs(plan, buckets, rows)) in steps.shapes
+
+
+def test_warm_up_compiles_only_what_the_roles_use():
+  pages = PageConfig(num_rows=4, page_size=4, pages_per_row=8, num_pages=32)
+  buckets = default_buckets(pages, whole_budget=32, chunk_budget=16)
+  kinds = {}
+  for role in ("mixed", "prefill", "decode"):
+    steps = Recorder()
+    model = checksum_model()
+    layout = model.layout(kind="paged", num_rows=4, page_size=4, pages_per_row=8, num_pages=32)
+    executor = JaxExecutor(model, steps, pages, layout, buckets, make_mesh(cpus()[:1]))
+    kinds[role] = {line.split(": ")[1].split()[0] for line in warm_up([executor], [{role}])}
+  assert kinds == {
+    "mixed": {"prefill", "decode", "mixed"},
+    "prefill": {"prefill", "gather"},
+    "decode": {"decode", "scatter"},
+  }
+
+
+def test_a_failing_warm_up_raises_where_it_is_consumed():
+  def breaks(roles):
+    yield "first"
+    raise MemoryError("device is full")
+
+  lines = warm_up([SimpleNamespace(warm_up=breaks)], [{"mixed"}])
+  assert next(lines) == "device 0: first"
+  with pytest.raises(MemoryError, match="device is full"):
+    next(lines)
+
+
+def test_buckets_end_at_the_budgets():
+  pages = PageConfig(num_rows=6, page_size=16, pages_per_row=13, num_pages=78)
+  buckets = default_buckets(pages, whole_budget=200, chunk_budget=48)
+  ends = {name: sizes[-1] for name, sizes in dataclasses.asdict(buckets).items()}
+  assert ends == {"prefill": 200, "mixed": 48, "rows": 6, "pages": 13}

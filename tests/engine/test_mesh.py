@@ -1,0 +1,35 @@
+"""Splitting the CPU into devices, which works only before JAX starts."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from engine.pools import cpus
+
+from pdjax.engine.mesh import ensure_devices
+
+pytestmark = pytest.mark.quick
+
+
+def test_more_devices_than_jax_started_with_are_refused():
+  devices = ensure_devices(2)
+  assert len(devices) == 2 == len(set(devices))
+  assert ensure_devices(1) == devices[:1]
+  num_devices = len(cpus()) + 99
+  with pytest.raises(ValueError, match=rf"{num_devices} devices asked for, but JAX sees \d+ "):
+    ensure_devices(num_devices)
+
+
+def test_a_fresh_process_splits_its_cpu():
+  code = "from pdjax.engine.mesh import ensure_devices; print(len(set(ensure_devices(3))))"
+  fresh = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
+  run = subprocess.run(
+    [sys.executable, "-c", code],
+    env={**fresh, "JAX_PLATFORMS": "cpu"},
+    capture_output=True,
+    text=True,
+    timeout=60,
+    check=True,
+  )
+  assert run.stdout.strip() == "3"

@@ -1,0 +1,457 @@
+"""One comparison from configuration to files: in simulation, interrupted, and on the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from experiments import compare, serving
+from experiments.program import Progress
+from experiments.serving import Experiment, check, compare_tokens, run_experiment, token_report
+from experiments.worlds import SimWorld
+from pdjax.analysis.verdict import analyse
+from pdjax.config import ExperimentConfig, WorkloadConfig, load_config
+from pdjax.core.clock import VirtualClock
+from pdjax.core.events import Arrived, EventLog, Failed, Finished, Step, read_events
+from pdjax.core.request import Request, SamplingParams
+from pdjax.metrics.goodput import Slo, attainment, summary
+from pdjax.metrics.latency import outcomes, phases, request_records
+from pdjax.workloads.lengths import Fixed
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+QUICKSTART = ROOT / "configs" / "quickstart.py"
+STRATEGIES = ("continuous", "chunked", "disaggregated")
+SCHEMA = {
+  "ttft_s": {"p50", "p90", "p99", "n"},
+  "tpot_s": {"p50", "p90", "p99", "n"},
+  "itl_s": {"p50", "p90", "p99", "max", "n"},
+  "attainment": float,
+  "output_tokens_per_s": float,
+  "num_requests": int,
+  "num_failed": int,
+  "handoff_bytes": int,
+  "copy_s": float | int,
+  "prefill_s": float | int,
+}
+TOP = {"strategies", "tokens_identical", "num_tokens_compared", "backend", "config", "slo",
+       "verdict"}  # fmt: skip
+
+
+def sim_config(*overrides: str) -> ExperimentConfig:
+  return load_config(QUICKSTART, ["backend=sim", "workload.num_requests=60", *overrides])
+
+
+def read_summary(out: pathlib.Path) -> dict:
+  def refuse(name):
+    raise ValueError(f"{name} is not JSON")
+
+  return json.loads((out / "summary.json").read_text(), parse_constant=refuse)
+
+
+def check_files(out: pathlib.Path, strategies) -> dict:
+  """Checks the results in a folder against each other; returns the summary."""
+  data = read_summary(out)
+  assert data.keys() >= TOP
+  assert list(data["strategies"]) == list(strategies)
+  slo = Slo(**data["slo"])
+  logs = read_events(out / "events.jsonl")
+  assert list(logs) == [name for name, s in data["strategies"].items() if s["num_requests"]]
+  for name, found in data["strategies"].items():
+    log = logs.get(name, EventLog())  # no event leaves no line
+    for key, kind in SCHEMA.items():
+      if isinstance(kind, set):
+        assert found[key].keys() == kind, (name, key)
+      else:
+        assert found[key] is None or isinstance(found[key], kind), (name, key)
+    records = request_records(log)
+    again = summary(records, log, slo=slo)
+    assert json.loads(json.dumps(again)) == found, "the log says something else than the summary"
+    for record in records.values():
+      parts = phases(record)
+      assert parts is None or parts.total_s == record.e2e_s
+  trace = json.loads((out / "timeline.json").read_text())["traceEvents"]
+  steps = [row for row in trace if row.get("cat") == "step"]
+  assert len(steps) == sum(isinstance(e, Step) for log in logs.values() for e in log)
+  assert all({"tokens", "flop_per_byte"} <= row["args"].keys() for row in steps)
+  names = {"events.jsonl", "summary.json", "timeline.json"}
+  names |= {"latency.png", "phases.png", "timeline.png"}
+  assert {p.name for p in out.iterdir()} == names
+  for path in out.glob("*.png"):
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+  return data
+
+
+# In simulation ------------------------------------------------------------------------------------
+
+
+def test_a_simulated_comparison_writes_files_that_agree(tmp_path, capsys):
+  pytest.importorskip("matplotlib")
+  out = tmp_path / "deep" / "out"
+  assert compare.run((check(sim_config(), out), None)) == 0
+  data = check_files(out, STRATEGIES)
+  assert (data["backend"], data["tokens_identical"]) == ("sim", None)
+  assert all(s["num_requests"] == 60 for s in data["strategies"].values())
+  assert data["config"]["num_devices"] == 2
+  text = capsys.readouterr().out
+  assert data["verdict"] in text
+  assert "Longest gap of a running request" in text
+  for name in STRATEGIES:
+    assert f"\n{name}" in text
+
+
+def test_the_slos_are_the_stated_multiples_and_the_rate_follows_from_capacity(tmp_path):
+  config = sim_config("slo.ttft_multiple=4", "slo.tpot_multiple=7", "workload.load=0.5")
+  experiment = run_experiment(check(config, tmp_path), Progress())
+  alone, pages = experiment.world.alone, experiment.world.pages
+  assert experiment.slo.ttft_s == pytest.approx(4 * alone.prefill_s(448))
+  assert experiment.slo.tpot_s == pytest.approx(7 * alone.decode_s(pages.num_rows))
+  assert experiment.rate_rps == pytest.approx(0.5 * experiment.capacity_rps)
+
+
+def test_arrivals_follow_absolute_times_and_the_achieved_rate_is_reported(tmp_path):
+  """However busy the devices are, each request arrives when it was due."""
+  config = sim_config("workload.load=3.0", "workload.num_requests=400", "strategies=continuous")
+  experiment = run_experiment(check(config, tmp_path), Progress())
+  run = experiment.runs["continuous"]
+  due = {r.request_id: r.arrival_s for r in experiment.requests}
+  assert {e.request_id: e.time_s for e in run.log if isinstance(e, Arrived)} == due
+  text, data = serving.report(experiment)
+  rate = data["rate_rps"]
+  assert rate["asked"] == pytest.approx(3 * rate["capacity"])
+  span_s = max(due.values()) - min(due.values())
+  assert rate["achieved"] == pytest.approx((len(due) - 1) / span_s)
+  assert rate["achieved"] == pytest.approx(rate["asked"], rel=0.25)  # 5 / sqrt(400)
+  assert f"asked {rate['asked']:.3g}/s, achieved {rate['achieved']:.3g}/s" in text
+
+
+@pytest.mark.parametrize("layout", ["slots", "paged"])
+def test_requests_exactly_as_long_as_the_cache_finish(tmp_path, layout):
+  config = sim_config(
+    'workload.lengths={"prompt_tokens": 90, "output_tokens": 7}',
+    "cache.page_size=8",
+    "cache.max_len=96",
+    f"cache.layout={layout}",
+  )
+  experiment = run_experiment(check(config, tmp_path), Progress())
+  assert experiment.world.pages.capacity_tokens == 90 + 7 - 1
+  for run in experiment.runs.values():
+    assert outcomes(run.records) == {"finished": 60, "failed": 0, "unfinished": 0}
+    assert {len(r.token_s) for r in run.records.values()} == {7}
+
+
+def test_a_trace_gives_arrivals_and_lengths(tmp_path):
+  rows = [(0.0, 30, 4), (0.25, 300, 2), (0.25, 7, 1), (9.5, 40, 9)]
+  path = tmp_path / "trace.csv"
+  lines = ["arrival_s,prompt_tokens,output_tokens", *(",".join(map(str, row)) for row in rows)]
+  path.write_text("\n".join(lines))
+  config = sim_config("workload.num_requests=None", f"workload.trace={str(path)!r}")
+  experiment = run_experiment(check(config, tmp_path), Progress())
+  for run in experiment.runs.values():
+    records = run.records.values()
+    assert [(r.arrival_s, r.num_prompt_tokens, len(r.token_s)) for r in records] == rows
+  text, data = serving.report(experiment)
+  assert "asked the trace" in text and data["rate_rps"]["asked"] is None
+
+
+def test_simulation_imports_no_jax_and_starts_at_once(tmp_path):
+  (tmp_path / "jax.py").write_text("raise SystemError('jax was imported')")
+  (tmp_path / "flax.py").write_text("raise SystemError('flax was imported')")
+  argv = ["--backend=sim", "--set", "workload.num_requests=20", f"--out={tmp_path / 'out'}"]
+  env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+  command = [sys.executable, "-m", "experiments.run", *argv]
+  start_s = time.monotonic()
+  with subprocess.Popen(
+    command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+  ) as process:
+    first = process.stderr.readline()
+    first_s = time.monotonic() - start_s
+    out, err = process.communicate(timeout=60)
+  assert process.returncode == 0, err
+  assert first.startswith("simulated smollm2-135m"), first
+  assert first_s < 3, "a simulation should serve within a second on an idle machine"
+  assert "Verdict" in out
+
+
+# Interrupted --------------------------------------------------------------------------------------
+
+
+class ImpatientClock(VirtualClock):
+  """The user presses Ctrl-C while the loop waits for the n-th time."""
+
+  def __init__(self, num_waits: int):
+    super().__init__()
+    self.num_waits = num_waits
+
+  def wait(self, tickets, until_s):
+    self.num_waits -= 1
+    if not self.num_waits:
+      raise KeyboardInterrupt
+    return super().wait(tickets, until_s)
+
+
+class InterruptedWorld(SimWorld):
+  """Interrupts the run number `run` at its wait number `num_waits`."""
+
+  run, num_waits = 1, 200
+
+  def clock(self):
+    self.run -= 1
+    return ImpatientClock(self.num_waits) if self.run == 0 else super().clock()
+
+
+def interrupted(tmp_path, **when):
+  checked = check(sim_config(), tmp_path / "out")
+  world = InterruptedWorld(checked.config, checked.config.workload.lengths.longest)
+  for name, value in when.items():
+    setattr(world, name, value)
+  return dataclasses.replace(checked, world=world)
+
+
+@pytest.mark.parametrize(("run", "expected"), [(1, STRATEGIES[:1]), (2, STRATEGIES[:2])])
+def test_ctrl_c_writes_what_was_measured(tmp_path, capsys, run, expected):
+  pytest.importorskip("matplotlib")
+  assert compare.run((interrupted(tmp_path, run=run), None)) == 130
+  data = check_files(tmp_path / "out", expected)
+  assert data["interrupted"] is True
+  assert "No choice: interrupted" in data["verdict"]
+  assert "interrupted" in capsys.readouterr().err
+  *whole, partial = data["strategies"].values()
+  assert all(s["num_requests"] == 60 for s in whole)
+  records = request_records(read_events(tmp_path / "out" / "events.jsonl")[expected[-1]])
+  counts = outcomes(records)
+  assert counts["unfinished"] > 0 and counts["finished"] > 0
+  assert partial["num_requests"] == sum(counts.values())
+  assert partial["attainment"] == attainment(records, Slo(**data["slo"]))
+  assert partial["attainment"] <= counts["finished"] / sum(counts.values()), "not counted as misses"
+
+
+def test_ctrl_c_before_the_first_request_writes_empty_results(tmp_path):
+  pytest.importorskip("matplotlib")
+  assert compare.run((interrupted(tmp_path, num_waits=1), None)) == 130
+  data = check_files(tmp_path / "out", STRATEGIES[:1])
+  assert data["strategies"]["continuous"]["attainment"] is None
+
+
+def test_ctrl_c_while_the_twin_is_simulated_keeps_the_measured_results(tmp_path):
+  pytest.importorskip("matplotlib")
+  twin = interrupted(tmp_path)
+  assert compare.run((check(sim_config(), tmp_path / "out"), twin)) == 130
+  data = check_files(tmp_path / "out", STRATEGIES)
+  assert data["interrupted"] is False and data["simulated"]["interrupted"] is True
+
+
+def test_ctrl_c_during_warm_up_writes_nothing(tmp_path):
+  checked = check(sim_config(), tmp_path / "out")
+
+  class Slow(SimWorld):
+    def prepare(self, show):
+      raise KeyboardInterrupt
+
+  world = Slow(checked.config, checked.config.workload.lengths.longest)
+  with pytest.raises(KeyboardInterrupt):
+    compare.run((dataclasses.replace(checked, world=world), None))
+  assert not (tmp_path / "out").exists()
+
+
+def test_ctrl_c_while_results_are_written_leaves_none_half_written(tmp_path, monkeypatch):
+  def stop(path, logs, *args, **options):
+    path.write_text("{half")
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(serving, "write_chrome_trace", stop)
+  with pytest.raises(KeyboardInterrupt):
+    compare.run((check(sim_config(), tmp_path / "out"), None))
+  assert {p.name for p in (tmp_path / "out").iterdir()} == {"events.jsonl", "summary.json"}
+  assert read_summary(tmp_path / "out")["strategies"].keys() == set(STRATEGIES)
+
+
+def test_a_real_ctrl_c_ends_a_program_with_130_and_its_results(tmp_path):
+  argv = ["--backend=sim", "--set", "workload.num_requests=20000", f"--out={tmp_path / 'out'}"]
+  command = [sys.executable, "-m", "experiments.run", *argv]
+  with subprocess.Popen(
+    command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+  ) as process:
+    first = process.stderr.readline()  # said when serving begins
+    assert first.startswith("simulated"), first
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+  assert process.returncode == 130, err
+  assert "interrupted" in err and "Traceback" not in err
+  data = read_summary(tmp_path / "out")
+  assert data["interrupted"] is True
+  assert 0 < data["strategies"]["chunked"]["num_requests"] < 20_000
+  assert "No choice: interrupted" in out
+
+
+# Are the tokens the same? -------------------------------------------------------------------------
+
+
+class ScriptedWorld:
+  """A world of which only the margins matter; remembers what it was asked."""
+
+  def __init__(self, margin: float | None):
+    self.margin, self.asked = margin, []
+
+  def top2_margin(self, token_ids):
+    self.asked.append(token_ids)
+    return self.margin
+
+
+PROMPT = (7, 0, 9)
+
+
+def experiment_with(margin, **streams) -> Experiment:
+  """Runs that gave these token ids: a strategy -> a stream per request; None: it failed."""
+  slo, runs = Slo(ttft_s=1.0, tpot_s=1.0), {}
+  for name, per_request in streams.items():
+    log = EventLog()
+    for i, ids in enumerate(per_request):
+      log.append(
+        Arrived(time_s=0.0, request_id=i, pool="m", num_prompt_tokens=len(PROMPT), max_tokens=9)
+      )
+      for k, token_id in enumerate(ids):
+        log.append(
+          Step(
+            pool="m",
+            step_id=k,
+            kind="decode" if k else "prefill",
+            start_s=k * 0.5,
+            end_s=k * 0.5 + 0.5,
+            prefill_ids=() if k else (i,),
+            prefill_starts=() if k else (0,),
+            prefill_tokens=() if k else (len(PROMPT),),
+            decode_ids=(i,) if k else (),
+            decode_positions=(len(PROMPT) + k - 1,) if k else (),
+            emitted_ids=(i,),
+            token_ids=(token_id,),
+          )
+        )
+      if len(ids) == 5:
+        log.append(Finished(time_s=3.0, request_id=i, pool="m", reason="length"))
+      else:
+        log.append(Failed(time_s=3.0, request_id=i, pool="m", reason="step failed"))
+    runs[name] = analyse(name, log, slo)
+  num_requests = len(next(iter(streams.values())))
+  return Experiment(
+    config=ExperimentConfig(
+      workload=WorkloadConfig(lengths=Fixed(prompt_tokens=len(PROMPT), output_tokens=5))
+    ),
+    world=ScriptedWorld(margin),
+    slo=slo,
+    rate_rps=1.0,
+    capacity_rps=2.0,
+    requests=tuple(
+      Request(
+        request_id=i,
+        arrival_s=0.0,
+        num_prompt_tokens=len(PROMPT),
+        prompt_ids=PROMPT,
+        sampling=SamplingParams(max_tokens=5),
+      )
+      for i in range(num_requests)
+    ),
+    runs=runs,
+  )
+
+
+SAME = ((1, 2, 3, 4, 5), (6, 7, 8, 9, 0))
+OTHER = ((1, 2, 3, 4, 5), (6, 7, 99, 98, 97))  # request 1 differs from its third token on
+
+
+def test_equal_tokens_are_identical():
+  experiment = experiment_with(0.0, a=SAME, b=SAME, c=SAME)
+  text, data, is_wrong = token_report(experiment)
+  assert (data["tokens_identical"], data["num_tokens_compared"]) == (True, 10)
+  assert not is_wrong and "identical" in text
+  assert not experiment.world.asked, "margins are worth their cost only where tokens differ"
+
+
+@pytest.mark.parametrize(
+  ("margin", "is_tie"), [(0.0, True), (9e-4, True), (1e-3, False), (2.5, False), (None, False)]
+)
+def test_a_difference_is_a_tie_only_below_a_margin_of_a_thousandth(margin, is_tie):
+  experiment = experiment_with(margin, a=SAME, b=SAME, c=OTHER)
+  text, data, is_wrong = token_report(experiment)
+  assert is_wrong is not is_tie
+  assert data["tokens_identical"] is False
+  (difference,) = data["token_differences"]
+  assert difference == {
+    "request_id": 1,
+    "position": 2,
+    "strategies": ["a", "c"],
+    "token_ids": [8, 99],
+    "margin": margin,
+    "is_tie": is_tie,
+  }
+  # The margin is that between the tokens that could follow what both still agree on.
+  assert experiment.world.asked == [(*PROMPT, 6, 7)]
+  for part in ("request 1", "output token 2", "a 8", "c 99", "margin"):
+    assert part in text
+  assert ("FAILED" in text, "(a tie)" in text) == (not is_tie, is_tie)
+
+
+def test_streams_that_broke_off_are_compared_as_far_as_they_go():
+  num_compared, differences = compare_tokens(experiment_with(0.0, a=SAME, b=(SAME[0], (6, 7))))
+  assert (num_compared, differences) == (5 + 2, [])
+  num_compared, differences = compare_tokens(experiment_with(0.0, a=SAME, b=(SAME[0], ())))
+  assert (num_compared, differences) == (5, [])
+  num_compared, (found,) = compare_tokens(experiment_with(5.0, a=SAME, b=(SAME[0], (6, 1))))
+  assert (num_compared, found.position, found.token_ids) == (5 + 2, 1, (7, 1))
+
+
+def test_one_strategy_has_nothing_to_compare_with():
+  text, data, is_wrong = token_report(experiment_with(0.0, a=SAME))
+  assert (text, data["tokens_identical"], is_wrong) == ("", None, False)
+
+
+# On the engine ------------------------------------------------------------------------------------
+
+# So small that few shapes must be compiled; long prompts still take two chunks.
+SMALL = """
+from pdjax.config import CacheConfig, ExperimentConfig, SchedulerOptions, WorkloadConfig
+from pdjax.workloads.lengths import Mix
+
+def get_config():
+  lengths = Mix(
+    prompt_tokens=(2, 3), long_prompt_tokens=(12, 12), output_tokens=(3, 5), long_every=4
+  )
+  return ExperimentConfig(
+    model="tiny",
+    workload=WorkloadConfig(lengths=lengths, num_requests=16, load=1.0),
+    scheduler=SchedulerOptions(token_budget=8),
+    cache=CacheConfig(num_rows=2),
+  )
+"""
+
+
+def test_a_comparison_on_the_engine_gives_the_same_tokens_everywhere(tmp_path):
+  pytest.importorskip("matplotlib")
+  (tmp_path / "small.py").write_text(SMALL)
+  command = [sys.executable, "-m", "experiments.compare", "--config=small.py", "--out=out"]
+  # What is compiled runs for milliseconds, so it is compiled fast.
+  fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+  env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": fast}
+  done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+  assert done.returncode == 0, done.stderr
+  data = check_files(tmp_path / "out", STRATEGIES)
+  assert data["tokens_identical"] is True
+  logs = read_events(tmp_path / "out" / "events.jsonl")
+  num_tokens = sum(len(r.token_ids) for r in request_records(logs["chunked"]).values())
+  assert data["num_tokens_compared"] == num_tokens >= 16 * 3
+  assert all(s["num_failed"] == 0 for s in data["strategies"].values())
+  assert data["strategies"]["disaggregated"]["handoff_bytes"] > 0
+  assert data["strategies"]["chunked"]["handoff_bytes"] == 0
+  assert data["simulated"]["strategies"].keys() == set(STRATEGIES)
+  assert "simulated llama3-8b on 2 x a100" in done.stdout
+  assert "identical under all strategies" in done.stdout
+  assert "share the same cores" in data["verdict"]
+  assert "warm-up" in done.stderr and "of 16 requests" in done.stderr

@@ -1,0 +1,265 @@
+"""Wrong input to the programs, as a user types it: one message, status 2, nothing written.
+
+Each runs in a fresh interpreter where importing jax fails, so none of it can have compiled.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+import virtual
+
+from experiments.serving import check
+from pdjax.config import STRATEGIES, load_config
+from pdjax.core import checksum
+from pdjax.core.events import Failed
+from pdjax.core.request import Request, SamplingParams
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+QUICKSTART = ROOT / "configs" / "quickstart.py"
+LONGEST = 448 + 32 - 1  # of the quickstart, in cached tokens
+
+
+@pytest.fixture(scope="module")
+def without_jax(tmp_path_factory) -> dict[str, str]:
+  """An environment where `import jax` ends the program with a traceback."""
+  folder = tmp_path_factory.mktemp("stub")
+  (folder / "jax.py").write_text("raise SystemError('jax was imported')")
+  return os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+
+
+def start(program: str, *argv: str, cwd, env) -> subprocess.CompletedProcess:
+  command = [sys.executable, "-m", f"experiments.{program}", *argv]
+  return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
+
+
+TRACE = "arrival_s,prompt_tokens,output_tokens\n"
+FILES = {
+  "bad.csv": TRACE + "0.0,10,5\n0.5,ten,5\n",
+  "long.csv": TRACE + "0.0,10,5\n0.5,100,5\n",
+  "empty.csv": TRACE,
+  "no_function.py": "x = 1\n",
+  "garbage.gguf": "this is no model",
+  "a_file": "",
+}
+
+# name: (program, arguments, what the message must hold)
+CASES = {
+  "no room in the cache": (
+    "compare",
+    ["--model=tiny", "--set", "cache.max_len=64"],
+    ["workload.lengths", "448 prompt, 32 output", f"{LONGEST} tokens", "holds 64", "cache.max_len"],
+  ),
+  "budget below the rows": (
+    "compare",
+    ["--model=tiny", "--set", "scheduler.token_budget=4"],
+    ["strategy chunked", "token_budget=4", "8 running", "at least num_rows=8"],
+  ),
+  "prompt above the budget of whole prompts": (
+    "compare",
+    ["--model=tiny", "--set", "scheduler.prefill_budget=100"],
+    ["448 prompt", "token_budget=100", "scheduler.prefill_budget"],
+  ),
+  "model": ("compare", ["--model=smolm2-135m"], ["smolm2-135m", "did you mean smollm2-135m"]),
+  "model to simulate": (
+    "run",
+    ["--backend=sim", "--model=llama-3-8b"],
+    ["'llama-3-8b'", "did you mean llama3-8b"],
+  ),
+  "hardware": ("run", ["--backend=sim", "--hardware=a10"], ["'a10'", "did you mean a100"]),
+  "hardware that the engine does not need": (
+    "run",
+    ["--model=tiny", "--hardware=h10"],
+    ["'h10'", "did you mean h100"],
+  ),
+  "hardware too small": (
+    "run",
+    ["--backend=sim", "--model=llama3-70b", "--hardware=a100"],
+    ["llama3-70b does not fit on a100", "80.0 GB"],
+  ),
+  "strategies": (
+    "compare",
+    ["--strategies=continuous,chunk"],
+    ["unknown strategy 'chunk'", "did you mean chunked"],
+  ),
+  "no strategies": ("compare", ["--strategies="], ["strategies is empty"]),
+  "a strategy twice": ("compare", ["--strategies=chunked,chunked"], ["names one twice"]),
+  "strategy": ("run", ["--strategy=chunk"], ["unknown strategy 'chunk'", "did you mean chunked"]),
+  "arrivals": (
+    "compare",
+    ["--set", "workload.arrivals=poison"],
+    ["unknown arrivals 'poison'", "did you mean poisson"],
+  ),
+  "arrivals of a trace without one": (
+    "compare",
+    ["--set", "workload.arrivals=trace"],
+    ["needs --trace=FILE"],
+  ),
+  "link": ("compare", ["--set", "link=nvlnk"], ["'nvlnk'", "did you mean nvlink"]),
+  "link rate": ("compare", ["--set", "link=0gbps"], ["'0gbps'", "10gbps"]),
+  "backend": ("compare", ["--backend=gpu"], ["backend='gpu' must be 'jax' or 'sim'"]),
+  "name to set": (
+    "compare",
+    ["--set", "sheduler.token_budget=64"],
+    ["sheduler", "did you mean scheduler"],
+  ),
+  "name of a part to set": (
+    "compare",
+    ["--set", "workload.rate_rp=1"],
+    ["workload.rate_rp", "did you mean rate_rps"],
+  ),
+  "value to set": ("compare", ["--set", "num_devices=two"], ["num_devices=two", "int"]),
+  "no value to set": ("compare", ["--set", "num_devices"], ["num_devices", "path=value"]),
+  "rate 0": ("compare", ["--set", "workload.rate_rps=0"], ["workload.rate_rps=0.0", "positive"]),
+  "rate below 0": ("compare", ["--set", "workload.rate_rps=-2"], ["-2.0", "positive"]),
+  "load 0": ("compare", ["--set", "workload.load=0"], ["workload.load=0.0", "positive"]),
+  "no requests": (
+    "compare",
+    ["--set", "workload.num_requests=0"],
+    ["workload.num_requests=0", "at least 1"],
+  ),
+  "temperature": (
+    "compare",
+    ["--set", "sampling.temperature=-1"],
+    ["sampling.temperature=-1.0", "positive"],
+  ),
+  "trace missing": ("compare", ["--trace=none.csv"], ["none.csv", "No such file"]),
+  "trace with a bad row": (
+    "compare",
+    ["--trace=bad.csv"],
+    ["bad.csv:3", "prompt_tokens='ten'", "whole number"],
+  ),
+  "trace without rows": ("compare", ["--trace=empty.csv"], ["empty.csv", "no rows"]),
+  "trace too long for the cache": (
+    "compare",
+    ["--model=tiny", "--trace=long.csv", "--set", "cache.max_len=96"],
+    ["long.csv: row 2", "100 prompt, 5 output", "104 tokens", "holds 96"],
+  ),
+  "one device for two roles": (
+    "compare",
+    ["--model=tiny", "--set", "num_devices=1"],
+    ["disaggregated", "at least 2 devices", "num_devices=1"],
+  ),
+  "gguf missing": ("compare", ["--model=none.gguf"], ["none.gguf does not exist"]),
+  "no weights": (
+    "compare",
+    ["--model=llama3-8b", "--backend=jax"],
+    ["'llama3-8b' has no weights", "tiny, smollm2-135m or a .gguf file", "--backend=sim"],
+  ),
+  "stray argument": ("compare", ["continuous"], ["unexpected arguments ['continuous']", "--name="]),
+  "unknown flag": ("run", ["--strategies=chunked"], ["strategies", "strategy"]),
+  "config missing": ("compare", ["--config=none.py"], ["none.py does not exist"]),
+  "config without get_config": (
+    "compare",
+    ["--config=no_function.py"],
+    ["no_function.py has no function get_config()"],
+  ),
+  "pages for a layout without": (
+    "run",
+    ["--backend=sim", "--set", "cache.num_pages=3"],
+    ["cache.num_pages=3", "cache.layout=paged"],
+  ),
+  "out is empty": ("run", ["--backend=sim", "--out="], ["--out is empty"]),
+  "out is a file": ("compare", ["--model=tiny", "--out=a_file"], ["a_file", "is a file"]),
+  "out is below a file": ("run", ["--backend=sim", "--out=a_file/x"], ["a_file is a file"]),
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+  for name, text in FILES.items():
+    (tmp_path / name).write_text(text)
+  return tmp_path
+
+
+def check_refused(done, folder, parts) -> None:
+  assert done.returncode == 2, done.stderr
+  assert done.stdout == ""
+  lines = done.stderr.splitlines()
+  assert len(lines) == 1 and lines[0].startswith("error: "), done.stderr
+  for part in parts:
+    assert part in lines[0]
+  assert sorted(p.name for p in folder.iterdir()) == sorted(FILES), "something was written"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", CASES)
+def test_wrong_input_ends_with_one_message_before_jax_is_imported(case, folder, without_jax):
+  program, argv, parts = CASES[case]
+  done = start(program, *argv, cwd=folder, env=without_jax)
+  check_refused(done, folder, parts)
+
+
+def test_a_file_that_is_no_model_is_refused_before_jax_is_imported(folder, without_jax):
+  pytest.importorskip("gguf", reason="needs the extra [hf]")
+  done = start("compare", "--model=garbage.gguf", cwd=folder, env=without_jax)
+  check_refused(done, folder, ["garbage.gguf", "truncated, damaged or not supported"])
+
+
+def test_a_gguf_without_the_extra_says_what_to_install(folder, without_jax, tmp_path_factory):
+  stub = tmp_path_factory.mktemp("no_gguf")
+  (stub / "gguf.py").write_text("raise ImportError('no gguf')")
+  env = without_jax | {"PYTHONPATH": f"{stub}{os.pathsep}{without_jax['PYTHONPATH']}"}
+  done = start("compare", "--model=garbage.gguf", cwd=folder, env=env)
+  check_refused(done, folder, ["pip install 'pdjax[hf]'"])
+
+
+def test_more_devices_than_jax_has_are_refused(tmp_path):
+  """As on a machine with few GPUs, or where JAX has started with fewer CPU devices."""
+  too_many = len(jax.devices()) + 1
+  config = load_config(QUICKSTART, ["model=tiny", f"num_devices={too_many}"])
+  with pytest.raises(ValueError, match=rf"{too_many} devices asked for, but JAX sees"):
+    check(config, tmp_path / "out")
+  assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.quick
+def test_an_empty_prompt_is_no_request():
+  with pytest.raises(ValueError, match="request 5: empty prompt"):
+    make_request(5, ())
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_token_id_outside_the_vocabulary_is_refused_and_0_is_inside(strategy):
+  """The request fails alone: the others are served."""
+  size = checksum.VOCAB_SIZE
+  prompts = [(0,), (3, 0, size - 1), (3, -1), (size, 3), (5, 6)]
+  requests = [make_request(i, ids) for i, ids in enumerate(prompts)]
+  log = virtual.run(virtual.make_cluster(strategy), requests)
+  failed = {e.request_id: e.reason for e in log if isinstance(e, Failed)}
+  assert failed.keys() == {2, 3}
+  assert f"token id -1 is outside the vocabulary [0, {size})" in failed[2]
+  assert f"token id {size} is outside" in failed[3]
+  good = [requests[i] for i in (0, 1, 4)]
+  tokens = virtual.tokens_of(log)
+  assert {r.request_id: tokens[r.request_id] for r in good} == virtual.expected(good)
+
+
+def make_request(request_id: int, ids: tuple[int, ...]) -> Request:
+  return Request(
+    request_id=request_id,
+    arrival_s=0.0,
+    num_prompt_tokens=len(ids),
+    prompt_ids=ids,
+    sampling=SamplingParams(max_tokens=3),
+  )
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("layout", ["slots", "paged"])
+def test_a_request_exactly_as_long_as_the_cache_runs(tmp_path, layout):
+  """One token less and it is refused, for every strategy."""
+  room = ["backend=sim", f"cache.layout={layout}", "cache.page_size=1"]
+  check(load_config(QUICKSTART, [*room, f"cache.max_len={LONGEST}"]), tmp_path)
+  by_default = check(load_config(QUICKSTART, room), tmp_path).world.pages
+  assert by_default.pages_per_row == LONGEST
+  for strategy in STRATEGIES:
+    less = [*room, f"cache.max_len={LONGEST - 1}", f"strategies={strategy}"]
+    with pytest.raises(ValueError, match=f"{LONGEST} tokens, but the pool holds {LONGEST - 1}"):
+      check(load_config(QUICKSTART, less), tmp_path)
