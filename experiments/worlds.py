@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import pathlib
 import time
@@ -91,7 +92,8 @@ def make_cluster(
       chunk_prompts=not spec.takes_whole_prompts,
       watermark=config.scheduler.watermark,
     )
-    scheduler = Scheduler(pick(POLICIES, spec.policy, "policy"), pages, limits)
+    name = (spec.role == "mixed" and config.scheduler.policy) or spec.policy
+    scheduler = Scheduler(pick(POLICIES, name, "policy"), pages, limits)
     pools.append(Pool(spec.name, spec.role, scheduler, executor(device)))
   return Cluster(pools)
 
@@ -115,9 +117,7 @@ class SimWorld:
         f"weights of {self.model.name} on {device.name}: {fits} do"
       )
     self.label = f"simulated {self.model.name} on {config.num_devices} x {device.label}"
-    peaks = (
-      "" if device.is_calibrated else ", and from data-sheet peaks: too fast by a third or more"
-    )
+    peaks = ", and from data-sheet peaks: too fast by a third or more"
     self.caveats = [
       f"step times are a latency model's, not measured{'' if device.is_calibrated else peaks}",
       *_beyond_training(self.model, longest),
@@ -191,7 +191,7 @@ class JaxWorld:
     buckets = default_buckets(
       self.pages, whole_budget=whole, chunk_budget=config.scheduler.token_budget
     )
-    self._executors, self._steps = build_executors(
+    self._executors, _ = build_executors(
       self._model, self.pages, buckets, devices, layout=config.cache.layout
     )
     roles = [set() for _ in devices]
@@ -210,6 +210,9 @@ class JaxWorld:
     )
     for executor in self._executors:
       executor.reset()
+    # What compiling left behind is never garbage: a full collection in a run would be a gap.
+    gc.collect()
+    gc.freeze()
 
   def _time(self, devices: list[int], plan: StepPlan) -> float:
     start_s = time.perf_counter()
@@ -231,10 +234,6 @@ class JaxWorld:
 
   def top2_margin(self, token_ids: Sequence[int]) -> float:
     return self._executors[0].top2_margin(token_ids)
-
-  @property
-  def num_traces(self) -> int:
-    return self._steps.num_traces.total()
 
 
 def _find_checkpoint(name: str) -> pathlib.Path | None:

@@ -61,9 +61,11 @@ class WorkloadConfig:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOptions:
   """Limits of a step. `token_budget` is that of `chunked`; the other strategies take whole prompts,
-  so theirs is `prefill_budget`, None for the longest request.
+  so theirs is `prefill_budget`, None for the longest request. `policy` replaces that of the mixed
+  pools, to try a new one.
   """
 
+  policy: str | None = None
   token_budget: int = 128
   prefill_budget: int | None = None
   watermark: float = 0.01

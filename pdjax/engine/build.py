@@ -19,8 +19,9 @@ from pdjax.scheduling.pages import PageConfig
 def default_buckets(pages: PageConfig, *, whole_budget: int, chunk_budget: int) -> Buckets:
   """Buckets for pools of any role: at most ten steps and three hand-offs.
 
-  `whole_budget` is the largest step of whole prompts, `chunk_budget` that of chunks with decodes. A
-  bucket costs seconds of compilation, padding up to the next one costs up to half of a step.
+  `whole_budget` is the largest step of whole prompts, `chunk_budget` that of chunks with decodes.
+  Sizes double, so padding is under half of a step, but not below the smallest that is kept: a
+  bucket costs seconds of compilation.
   """
   return Buckets(
     prefill=grow_to(16, max(16, whole_budget, chunk_budget), 2)[-4:],
@@ -38,7 +39,7 @@ def build_executors(
   *,
   layout: str,
 ) -> tuple[list[JaxExecutor], Steps]:
-  """One executor a device. They share their steps, so pools of any strategy compile once."""
+  """One executor a device. They share their steps: traced once, compiled once for each device."""
   kv_layout = model.layout(
     kind=layout,
     num_rows=pages.num_rows,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import jax
@@ -61,7 +60,7 @@ class JaxExecutor:
     mesh: jax.sharding.Mesh,
   ):
     self._sharding = replicated(mesh)
-    self._params = jax.device_put(model.params, self._sharding)
+    self._params = model.to(mesh).params
     self._steps, self._pages, self._layout, self._buckets = steps, pages, layout, buckets
     self._cache = init_cache(layout, self._sharding)
     self._last_token = jax.device_put(jnp.zeros(pages.num_rows, jnp.int32), self._sharding)
@@ -84,26 +83,11 @@ class JaxExecutor:
     self._cache, self._last_token, ids = outputs
     return StepTicket(ids, plan, 0 if prefill is None else len(prefill.emit_row))
 
-  def export(
-    self,
-    *,
-    request_id: int,
-    generation: int,
-    row: int,
-    page_ids: tuple[int, ...],
-    num_tokens: int,
-    first_token_id: int,
-    sampling: SamplingParams,
-    now_s: float,
-  ) -> Handle:
-    used = page_ids[: -(-num_tokens // self._layout.page_size)]
-    return Handle(
-      request_id=request_id,
-      generation=generation,
-      num_tokens=num_tokens,
-      num_bytes=num_tokens * self._layout.bytes_per_token,
-      first_token_id=first_token_id,
-      sampling=sampling,
+  def export(self, handle: Handle, *, page_ids: tuple[int, ...], now_s: float) -> Handle:
+    used = page_ids[: -(-handle.num_tokens // self._layout.page_size)]
+    return dataclasses.replace(
+      handle,
+      num_bytes=handle.num_tokens * self._layout.bytes_per_token,
       payload=self._steps.gather_pages(self._cache, self._pad(used)),
     )
 
@@ -153,8 +137,10 @@ class JaxExecutor:
       part = dataclasses.replace(plan.prefills[0], start=start, token_ids=ids)
       plan = dataclasses.replace(plan, prefills=(part,))
       prefill, _ = step_inputs(plan, self._buckets, self._rows)
-      logits = self._steps.last_logits(self._params, self._cache, prefill)[0]
-      self.submit(plan, 0.0).result()
+      if start + largest >= len(token_ids):
+        logits = self._steps.last_logits(self._params, self._cache, prefill)[0]
+      else:
+        self.submit(plan, 0.0).result()
     self.reset()
     second, first = np.sort(np.asarray(logits))[-2:]
     return float(first - second)
@@ -167,10 +153,9 @@ class JaxExecutor:
     Overwrites the cache, so it is for the time before the first request.
     """
     for name, run in self._warm_up_calls(roles):
-      start_s = time.perf_counter()
       run()
       jax.block_until_ready((self._cache, self._last_token))
-      yield f"{name} ({time.perf_counter() - start_s:.1f} s)"
+      yield name
     self.reset()
 
   def _warm_up_calls(self, roles: Collection[str]) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -201,31 +186,22 @@ class JaxExecutor:
     whole, rest = divmod(num_tokens, longest)
     return ([longest] * whole + [rest] * (rest > 0))[:num_rows]
 
-  def _export_pages(self, num_pages: int) -> Handle:
-    return self.export(
+  def _hand_over(self, num_pages: int) -> Handle:
+    """A handle of so many whole pages."""
+    return Handle(
       request_id=0,
-      generation=0,
-      row=0,
-      page_ids=tuple(range(num_pages)),
       num_tokens=num_pages * self._layout.page_size,
       first_token_id=0,
       sampling=SamplingParams(max_tokens=1),
-      now_s=0.0,
     )
+
+  def _export_pages(self, num_pages: int) -> None:
+    self.export(self._hand_over(num_pages), page_ids=tuple(range(num_pages)), now_s=0.0)
 
   def _import_pages(self, num_pages: int) -> None:
     pages = tuple(range(num_pages))
     shape = jax.eval_shape(self._steps.gather_pages, self._cache, self._pad(pages))
-    handle = Handle(
-      request_id=0,
-      generation=0,
-      num_tokens=num_pages * self._layout.page_size,
-      num_bytes=0,
-      first_token_id=0,
-      sampling=SamplingParams(max_tokens=1),
-      payload=jnp.zeros(shape.shape, shape.dtype),
+    handle = dataclasses.replace(
+      self._hand_over(num_pages), payload=jnp.zeros(shape.shape, shape.dtype)
     )
-    ticket = self.import_(handle, row=0, page_ids=pages, now_s=0.0)
-    while not ticket.is_ready():
-      time.sleep(1e-4)
-    ticket.result()
+    self.import_(handle, row=0, page_ids=pages, now_s=0.0).result()

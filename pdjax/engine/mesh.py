@@ -7,6 +7,8 @@ import contextlib
 import jax
 import numpy as np
 
+from pdjax.models.model import TENSOR_AXIS
+
 
 def ensure_devices(num_devices: int) -> list[jax.Device]:
   """The first `num_devices` devices. Splits the CPU into that many where JAX has not started yet.
@@ -28,8 +30,8 @@ def ensure_devices(num_devices: int) -> list[jax.Device]:
 
 
 def make_mesh(devices: list[jax.Device]) -> jax.sharding.Mesh:
-  """A pool's mesh: its devices along the axis `tensor`."""
-  return jax.sharding.Mesh(np.array(devices), ("tensor",))
+  """A pool's mesh: its devices along the tensor axis."""
+  return jax.sharding.Mesh(np.array(devices), (TENSOR_AXIS,))
 
 
 def replicated(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:

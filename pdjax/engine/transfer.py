@@ -18,7 +18,7 @@ class TransferTicket:
   finish_s = None
 
   def __init__(self, pieces: jax.Array, sharding: jax.sharding.Sharding, insert: Callable):
-    self._moved = jax.device_put(pieces, sharding)
+    self._moved: jax.Array | None = jax.device_put(pieces, sharding)
     self._insert = insert
     self._error: Exception | None = None
 
@@ -27,14 +27,20 @@ class TransferTicket:
       return True
     if not self._moved.is_ready():
       return False
+    self._finish()
+    return True
+
+  def result(self) -> None:
+    """Waits for the copy; raises why it failed, and then nothing was inserted."""
+    if self._moved is not None:
+      self._finish()
+    if self._error is not None:
+      raise self._error
+
+  def _finish(self) -> None:
     moved, self._moved = self._moved, None
     try:
       moved.block_until_ready()  # ready is not success: a failed copy raises here
       self._insert(moved)
     except Exception as error:
       self._error = error
-    return True
-
-  def result(self) -> None:
-    if self._error is not None:
-      raise self._error

@@ -14,6 +14,7 @@ def probe_plan(
 ) -> StepPlan:
   """Whole prompts of these lengths in the first rows, `decodes` of `context` tokens in the last.
 
+  Only the last prompt emits a token, so that many prompts fill a bucket as one would.
   Where a pool has too few pages for all of them, rows share pages: what is computed is meaningless,
   its cost is not.
 
@@ -43,7 +44,7 @@ def probe_plan(
         start=0,
         num_tokens=num_tokens,
         token_ids=(0,) * num_tokens,
-        emits_token=True,
+        emits_token=row == len(prefills) - 1,
         sampling=SamplingParams(max_tokens=1),
       )
       for row, num_tokens in enumerate(prefills)

@@ -39,7 +39,7 @@ class Transfer:
   source: Pool
   target: Pool
   target_row: int
-  handle: Handle | None  # None: the export failed
+  handle: Handle
   ticket: Ticket
   start_s: float
   is_cancelled: bool = False

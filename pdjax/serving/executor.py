@@ -12,19 +12,18 @@ from pdjax.core.request import SamplingParams
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Handle:
-  """A sequence leaving its pool: what the next pool needs to go on with it.
+  """A sequence between two pools: what the next one needs to go on with it.
 
-  `first_token_id` is the token that prefill sampled; it is never computed again. `payload` is the
-  executor's own (device arrays, copied pages, nothing in simulation) and the only part that is not
-  plain data.
+  `first_token_id` is the token that prefill sampled; it is never computed again. The loop makes a
+  handle, `export` fills in the last two fields. `payload` is the executors' own (device arrays,
+  copied pages, nothing in simulation) and the only part that is not plain data.
   """
 
   request_id: int
-  generation: int
   num_tokens: int  # positions whose K and V are handed over
-  num_bytes: int
   first_token_id: int
   sampling: SamplingParams
+  num_bytes: int = 0
   payload: Any = None
 
 
@@ -40,19 +39,11 @@ class Executor(Protocol):
     """Starts a step. The ticket's result is a `StepResult`."""
     ...
 
-  def export(
-    self,
-    *,
-    request_id: int,
-    generation: int,
-    row: int,
-    page_ids: tuple[int, ...],
-    num_tokens: int,
-    first_token_id: int,
-    sampling: SamplingParams,
-    now_s: float,
-  ) -> Handle:
-    """Starts to read the pages of one sequence. They may be reused once the import has ended."""
+  def export(self, handle: Handle, *, page_ids: tuple[int, ...], now_s: float) -> Handle:
+    """Starts to read the pages of a sequence; returns the handle with its bytes and payload.
+
+    The pages may be reused once the import has ended.
+    """
     ...
 
   def import_(self, handle: Handle, *, row: int, page_ids: tuple[int, ...], now_s: float) -> Ticket:

@@ -14,6 +14,7 @@ from pdjax.core.request import Request
 from pdjax.core.sequence import Sequence
 from pdjax.scheduling.scheduler import FinishReason, Outcome, length_or_stop
 from pdjax.serving.cluster import Cluster, Pool, Transfer
+from pdjax.serving.executor import Handle
 
 
 class Inbox:
@@ -179,17 +180,15 @@ class _Loop:
         return  # in order: the first in the outbox is the first to go
       outbox.popleft()
       target, row = reserved
-      handle = None
+      handle = Handle(
+        request_id=seq.request_id,
+        num_tokens=seq.num_computed_tokens,
+        first_token_id=seq.output_ids[-1],
+        sampling=seq.request.sampling,
+      )
       try:
         handle = source.executor.export(
-          request_id=seq.request_id,
-          generation=seq.generation,
-          row=seq.row,
-          page_ids=source.scheduler.pages.table(seq.row),
-          num_tokens=seq.num_computed_tokens,
-          first_token_id=seq.output_ids[-1],
-          sampling=seq.request.sampling,
-          now_s=turn.now_s,
+          handle, page_ids=source.scheduler.pages.table(seq.row), now_s=turn.now_s
         )
         ticket = target.executor.import_(
           handle, row=row, page_ids=target.scheduler.pages.table(row), now_s=turn.now_s
@@ -256,8 +255,7 @@ class _Loop:
     except Exception as raised:  # a failed copy is never used; the request fails alone
       error = raised
     source.scheduler.drop(seq.request_id)  # frees the source pages, exactly once
-    if transfer.handle is not None:
-      source.executor.drop(transfer.handle)
+    source.executor.drop(transfer.handle)
     if transfer.is_cancelled or error is not None:
       target.scheduler.give_back(transfer.target_row)
       if not transfer.is_cancelled:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 from pdjax.core import checksum
 from pdjax.core.plan import StepPlan, StepResult
-from pdjax.core.request import SamplingParams
 from pdjax.serving.executor import Handle
 from pdjax.sim.hardware import Link
 from pdjax.sim.sim_executor import SimExecutor, SimTicket
@@ -82,30 +81,10 @@ class ChecksumExecutor(SimExecutor):
     result = StepResult(token_ids=tuple(token_ids), errors=tuple(errors))
     return SimTicket(finish_s=self._step_end_s(plan, now_s), value=result)
 
-  def export(
-    self,
-    *,
-    request_id: int,
-    generation: int,
-    row: int,
-    page_ids: tuple[int, ...],
-    num_tokens: int,
-    first_token_id: int,
-    sampling: SamplingParams,
-    now_s: float,
-  ) -> Handle:
+  def export(self, handle: Handle, *, page_ids: tuple[int, ...], now_s: float) -> Handle:
     """Copies the pages out, so the source may change them afterwards."""
-    handle = super().export(
-      request_id=request_id,
-      generation=generation,
-      row=row,
-      page_ids=page_ids,
-      num_tokens=num_tokens,
-      first_token_id=first_token_id,
-      sampling=sampling,
-      now_s=now_s,
-    )
-    pages = page_ids[: -(-num_tokens // self._page_size)]
+    handle = super().export(handle, page_ids=page_ids, now_s=now_s)
+    pages = page_ids[: -(-handle.num_tokens // self._page_size)]
     payload = tuple((tuple(self._keys[page]), tuple(self._values[page])) for page in pages)
     return dataclasses.replace(handle, payload=payload)
 

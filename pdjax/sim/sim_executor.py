@@ -8,7 +8,6 @@ from typing import Any
 
 from pdjax.core.clock import to_ticks
 from pdjax.core.plan import StepPlan, StepResult
-from pdjax.core.request import SamplingParams
 from pdjax.serving.executor import Handle
 from pdjax.sim.hardware import Link
 
@@ -47,26 +46,8 @@ class SimExecutor:
     result = StepResult(token_ids=(0,) * num_emitted)
     return SimTicket(finish_s=self._step_end_s(plan, now_s), value=result)
 
-  def export(
-    self,
-    *,
-    request_id: int,
-    generation: int,
-    row: int,
-    page_ids: tuple[int, ...],
-    num_tokens: int,
-    first_token_id: int,
-    sampling: SamplingParams,
-    now_s: float,
-  ) -> Handle:
-    return Handle(
-      request_id=request_id,
-      generation=generation,
-      num_tokens=num_tokens,
-      num_bytes=num_tokens * self._kv_bytes_per_token,
-      first_token_id=first_token_id,
-      sampling=sampling,
-    )
+  def export(self, handle: Handle, *, page_ids: tuple[int, ...], now_s: float) -> Handle:
+    return dataclasses.replace(handle, num_bytes=handle.num_tokens * self._kv_bytes_per_token)
 
   def import_(
     self, handle: Handle, *, row: int, page_ids: tuple[int, ...], now_s: float

@@ -8,6 +8,7 @@ from pdjax.core.request import SamplingParams
 from pdjax.engine import transfer
 from pdjax.engine.transfer import TransferTicket
 from pdjax.models.kv_cache import init_cache
+from pdjax.serving.executor import Handle
 
 pytestmark = pytest.mark.quick
 
@@ -30,9 +31,9 @@ def page_of(layout, leaf, page):
 
 
 def hand_over(source, target, source_pages, target_pages, num_tokens, *, row):
-  where = dict(page_ids=tuple(source_pages), num_tokens=num_tokens, first_token_id=123)
   sampling = SamplingParams(max_tokens=4)
-  handle = source.export(request_id=5, generation=2, row=1, sampling=sampling, now_s=0.0, **where)
+  handle = Handle(request_id=5, num_tokens=num_tokens, first_token_id=123, sampling=sampling)
+  handle = source.export(handle, page_ids=tuple(source_pages), now_s=0.0)
   ticket = target.import_(handle, row=row, page_ids=tuple(target_pages), now_s=0.0)
   while not ticket.is_ready():
     pass

@@ -6,6 +6,7 @@ import sys
 import textwrap
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from models.model_passes import decode_batch, make_pass, make_tables, prefill_batch
@@ -188,6 +189,7 @@ def test_layer_groups_compose(tiny):
   batch, _ = prefill_batch(
     layout, make_tables(layout), [(0, 0, random_ids(TINY, 9))], num_tiles=2, tile=8
   )
+  batch = jax.tree.map(jnp.asarray, batch)
   llama = merge(TINY, tiny.params)
   attend = make_attend(layout, tiny.reduction, batch, None)
   cache = kv_cache.init_cache(layout)

@@ -7,6 +7,7 @@ import pytest
 from pdjax.core.checksum import VOCAB_SIZE, generate
 from pdjax.core.plan import DecodeSlices, PageUpdates, Slice, StepPlan
 from pdjax.core.request import SamplingParams
+from pdjax.serving.executor import Handle
 from pdjax.sim.checksum_executor import ChecksumExecutor
 from pdjax.sim.hardware import Link
 
@@ -136,16 +137,8 @@ def test_a_mixed_step_gives_each_row_its_own_tokens():
 
 
 def hand_off(source: ChecksumExecutor, target: ChecksumExecutor, first: int, pages):
-  handle = source.export(
-    request_id=0,
-    generation=0,
-    row=0,
-    page_ids=PAGES,
-    num_tokens=len(PROMPT),
-    first_token_id=first,
-    sampling=SAMPLING,
-    now_s=0.0,
-  )
+  handle = Handle(request_id=0, num_tokens=len(PROMPT), first_token_id=first, sampling=SAMPLING)
+  handle = source.export(handle, page_ids=PAGES, now_s=0.0)
   return target.import_(handle, row=3, page_ids=pages, now_s=0.0)
 
 

@@ -5,6 +5,7 @@ import pytest
 from pdjax.core.clock import VirtualClock, to_ticks
 from pdjax.core.plan import DecodeSlices, Slice, StepPlan
 from pdjax.core.request import SamplingParams
+from pdjax.serving.executor import Handle
 from pdjax.sim.hardware import Link
 from pdjax.sim.sim_executor import SimExecutor
 
@@ -45,16 +46,8 @@ def executor() -> SimExecutor:
 
 
 def export(pool: SimExecutor, num_tokens: int):
-  return pool.export(
-    request_id=3,
-    generation=1,
-    row=0,
-    page_ids=(5,),
-    num_tokens=num_tokens,
-    first_token_id=9,
-    sampling=SAMPLING,
-    now_s=0.0,
-  )
+  handle = Handle(request_id=3, num_tokens=num_tokens, first_token_id=9, sampling=SAMPLING)
+  return pool.export(handle, page_ids=(5,), now_s=0.0)
 
 
 def test_a_step_begins_when_the_one_before_ends():
@@ -86,7 +79,7 @@ def test_steps_end_on_a_tick_so_that_phases_add_up_exactly():
 def test_a_copy_moves_the_bytes_of_its_tokens_beside_the_steps():
   source, target = executor(), executor()
   handle = export(source, num_tokens=6)
-  assert (handle.request_id, handle.generation, handle.first_token_id) == (3, 1, 9)
+  assert (handle.request_id, handle.num_tokens, handle.first_token_id) == (3, 6, 9)
   assert handle.num_bytes == 6 * 32
   target.submit(plan(40), 1.0)  # busy for 10 s, yet the copy is not held up
   ticket = target.import_(handle, row=2, page_ids=(7,), now_s=1.0)
