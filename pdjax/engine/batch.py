@@ -9,30 +9,23 @@ import numpy as np
 from pdjax.core.plan import PageUpdates, Slice, StepPlan
 from pdjax.core.request import SamplingParams
 from pdjax.engine.buckets import Buckets, pick_bucket
-from pdjax.models.attention import PREFILL_TILE, PrefillBatch
+from pdjax.models.attention import PREFILL_TILE, DecodeRows, PrefillTiles, StepBatch
 from pdjax.models.sampling import Sampling
 
 _TOKENS_PER_EMIT = 16  # a prefill bucket of T tokens has room for T / 16 first tokens
 
 
-class PrefillInputs(NamedTuple):
-  """The prefill part of a step."""
+class StepInputs(NamedTuple):
+  """All that a compiled step takes besides parameters, cache and last tokens.
 
-  batch: PrefillBatch
-  # One entry for each slice that emits a token, padded:
-  emit_index: np.ndarray  # [E] int32, where in T its last token is
-  emit_row: np.ndarray  # [E] int32, num_rows is padding
-  emit_position: np.ndarray  # [E] int32, position of the new token
-  sampling: Sampling  # arrays [E]
+  The ids of decode tokens are on the device: the step fills them in from `last_token`. There are R
+  samples: for each slice that emits a token, padded, then for each decode row, padded.
+  """
 
-
-class DecodeInputs(NamedTuple):
-  """The decode part of a step: one token a row, ids from `last_token` on the device."""
-
-  rows: np.ndarray  # [B] int32, num_rows is padding
-  positions: np.ndarray  # [B] int32, -1 is padding
-  tables: np.ndarray  # [B, pages_per_row] int32
-  sampling: Sampling  # arrays [B]
+  batch: StepBatch
+  sample_places: np.ndarray  # [R] int32 indices into T of the tokens whose logits are sampled
+  sample_rows: np.ndarray  # [R] int32, num_rows is padding
+  sampling: Sampling  # arrays [R]
 
 
 class RowState:
@@ -71,98 +64,81 @@ class RowState:
     )
 
 
-def pick_prefill_bucket(
-  slices: tuple[Slice, ...], sizes: tuple[int, ...], num_rows: int
-) -> tuple[int, int]:
-  """The smallest prefill size that holds the slices, and how many first tokens it has room for.
+def pick_prefill_bucket(plan: StepPlan, sizes: tuple[int, ...], num_rows: int) -> tuple[int, int]:
+  """The smallest size that holds the tokens of a plan, and how many first tokens it has room for.
 
   The largest has room for those of every row, so that no step within its budget is without one.
 
   Raises:
-    ValueError: the slices have more tokens than the largest size.
+    ValueError: the plan has more tokens than the largest size.
   """
-  num_tokens = sum(s.num_tokens for s in slices)
-  num_emits = sum(s.emits_token for s in slices)
+  num_emits = sum(s.emits_token for s in plan.prefills)
   for size in sizes:
     room = size if size == sizes[-1] else max(1, size // _TOKENS_PER_EMIT)
-    if num_tokens <= size and num_emits <= room:
+    if plan.num_tokens <= size and num_emits <= room:
       return size, min(num_rows, room)
-  raise ValueError(f"{num_tokens} prefill tokens do not fit the largest bucket {sizes[-1]}")
+  raise ValueError(f"a step of {plan.num_tokens} tokens does not fit the largest size {sizes[-1]}")
 
 
-def prefill_inputs(
-  slices: tuple[Slice, ...], num_padded: int, num_emits: int, rows: RowState
-) -> PrefillInputs:
-  """Packs the slices one after another; attention gets them cut into tiles of one row each."""
-  tile = min(PREFILL_TILE, num_padded)
-  # Every slice may leave its last tile part empty, hence a spare tile for each row but one.
-  num_tiles = -(-num_padded // tile) + rows.num_rows - 1
-  tokens = np.zeros(num_padded, np.int32)
-  positions = np.full(num_padded, -1, np.int32)
-  tiles = np.full((num_tiles, tile), num_padded, np.int32)
-  tile_rows = np.full(num_tiles, rows.num_rows, np.int32)
-  emit_index = np.zeros(num_emits, np.int32)
-  emit_row = np.full(num_emits, rows.num_rows, np.int32)
-  emit_position = np.zeros(num_emits, np.int32)
-  at = used_tiles = emits = 0
-  for s in slices:
-    end = at + s.num_tokens
-    tokens[at:end] = s.token_ids
-    positions[at:end] = range(s.start, s.start + s.num_tokens)
-    slice_tiles = -(-s.num_tokens // tile)
-    own = slice(used_tiles, used_tiles + slice_tiles)
-    tiles[own].ravel()[: s.num_tokens] = range(at, end)
-    tile_rows[own] = s.row
-    used_tiles += slice_tiles
-    if s.emits_token:
-      emit_index[emits] = end - 1
-      emit_row[emits] = s.row
-      emit_position[emits] = s.start + s.num_tokens
-      emits += 1
-    at = end
-  return PrefillInputs(
-    batch=PrefillBatch(
-      tokens=tokens,
-      positions=positions,
-      tiles=tiles,
-      tables=rows.tables[tile_rows],
-      num_tiles=np.int32(used_tiles),
-    ),
-    emit_index=emit_index,
-    emit_row=emit_row,
-    emit_position=emit_position,
-    sampling=rows.sampling(emit_row),
-  )
-
-
-def decode_inputs(plan: StepPlan, num_padded: int, rows: RowState) -> DecodeInputs:
-  """The decode columns of a plan, padded."""
-  padded_rows = np.full(num_padded, rows.num_rows, np.int32)
-  positions = np.full(num_padded, -1, np.int32)
-  n = len(plan.decodes)
-  padded_rows[:n] = plan.decodes.rows
-  positions[:n] = plan.decodes.positions
-  return DecodeInputs(
-    rows=padded_rows,
-    positions=positions,
-    tables=rows.tables[padded_rows],
-    sampling=rows.sampling(padded_rows),
-  )
-
-
-def step_inputs(
-  plan: StepPlan, buckets: Buckets, rows: RowState
-) -> tuple[PrefillInputs | None, DecodeInputs | None]:
-  """The arrays of a plan: prefill part, decode part, None where it has none. Updates `rows`."""
+def step_inputs(plan: StepPlan, buckets: Buckets, rows: RowState) -> StepInputs:
+  """The arrays of a plan: slices packed one after another, then its decodes. Updates `rows`."""
   rows.update_pages(plan.page_updates)
   for s in plan.prefills:
     rows.seat(s.row, s.request_id, s.sampling)
+  num_decodes = len(plan.decodes)
+  if not plan.prefills:
+    num_tokens = num_decode_rows = pick_bucket(buckets.rows, num_decodes)
+    num_emits = 0
+  else:
+    sizes = buckets.mixed if num_decodes else buckets.prefill
+    num_tokens, num_emits = pick_prefill_bucket(plan, sizes, rows.num_rows)
+    num_decode_rows = rows.num_rows if num_decodes else 0
+  tokens = np.zeros(num_tokens, np.int32)
+  positions = np.full(num_tokens, -1, np.int32)
+  sample_places = np.zeros(num_emits + num_decode_rows, np.int32)
+  sample_rows = np.full(num_emits + num_decode_rows, rows.num_rows, np.int32)
+
+  at = emits = 0
+  for s in plan.prefills:
+    end = at + s.num_tokens
+    tokens[at:end] = s.token_ids
+    positions[at:end] = range(s.start, s.start + s.num_tokens)
+    if s.emits_token:
+      sample_places[emits] = end - 1
+      sample_rows[emits] = s.row
+      emits += 1
+    at = end
+  positions[at : at + num_decodes] = plan.decodes.positions
+  decoding = slice(num_emits, num_emits + num_decodes)
+  sample_places[decoding] = range(at, at + num_decodes)
+  sample_rows[decoding] = plan.decodes.rows
+
   prefill = decode = None
   if plan.prefills:
-    sizes = buckets.mixed if len(plan.decodes) else buckets.prefill
-    num_padded, num_emits = pick_prefill_bucket(plan.prefills, sizes, rows.num_rows)
-    prefill = prefill_inputs(plan.prefills, num_padded, num_emits, rows)
-  if len(plan.decodes):
-    num_padded = rows.num_rows if plan.prefills else pick_bucket(buckets.rows, len(plan.decodes))
-    decode = decode_inputs(plan, num_padded, rows)
-  return prefill, decode
+    prefill = _tiles(plan.prefills, num_tokens, rows)
+  if num_decode_rows:
+    places = np.full(num_decode_rows, num_tokens, np.int32)
+    places[:num_decodes] = sample_places[decoding]
+    decode = DecodeRows(places=places, tables=rows.tables[sample_rows[num_emits:]])
+  return StepInputs(
+    batch=StepBatch(tokens=tokens, positions=positions, prefill=prefill, decode=decode),
+    sample_places=sample_places,
+    sample_rows=sample_rows,
+    sampling=rows.sampling(sample_rows),
+  )
+
+
+def _tiles(slices: tuple[Slice, ...], num_tokens: int, rows: RowState) -> PrefillTiles:
+  """Cuts packed slices into tiles of one row each."""
+  tile = min(PREFILL_TILE, num_tokens)
+  # Every slice may leave its last tile part empty, hence a spare tile for each row but one.
+  num_tiles = -(-num_tokens // tile) + rows.num_rows - 1
+  places = np.full((num_tiles, tile), num_tokens, np.int32)
+  tile_rows = np.full(num_tiles, rows.num_rows, np.int32)
+  at = used = 0
+  for s in slices:
+    own = slice(used, used + -(-s.num_tokens // tile))
+    places[own].ravel()[: s.num_tokens] = range(at, at + s.num_tokens)
+    tile_rows[own] = s.row
+    at, used = at + s.num_tokens, own.stop
+  return PrefillTiles(places=places, tables=rows.tables[tile_rows], num_tiles=np.int32(used))

@@ -36,8 +36,8 @@ def pick_bucket(buckets: Sequence[int], size: int) -> int:
 class Buckets:
   """Shapes of one pool, each ascending.
 
-  prefill: padded prefill tokens of a step without decodes; mixed: of a step with them, whose decode
-  part always has all rows; rows: decode rows; pages: pages of a hand-off.
+  prefill: tokens of a step without decodes; mixed: of a step with chunks and decodes, both counted;
+  rows: tokens of a step of decodes alone; pages: pages of a hand-off.
   """
 
   prefill: tuple[int, ...] = ()

@@ -28,21 +28,19 @@ class StepTicket:
 
   finish_s = None
 
-  def __init__(self, ids: jax.Array, plan: StepPlan, num_emit_slots: int):
-    self._ids, self._plan, self._num_emit_slots = ids, plan, num_emit_slots
+  def __init__(self, ids: jax.Array, plan: StepPlan, is_used: np.ndarray):
+    self._ids, self._plan, self._is_used = ids, plan, is_used
 
   def is_ready(self) -> bool:
     return self._ids.is_ready()
 
   def result(self) -> StepResult:
-    ids = np.asarray(self._ids)
+    tokens = np.asarray(self._ids)[self._is_used].tolist()
     owners = [s.request_id for s in self._plan.prefills if s.emits_token]
-    num_decodes, first_decode = len(self._plan.decodes), self._num_emit_slots
-    tokens = [*ids[: len(owners)], *ids[first_decode : first_decode + num_decodes]]
     owners += self._plan.decodes.request_ids
     failed = [owner for owner, token in zip(owners, tokens, strict=True) if token < 0]
     return StepResult(
-      token_ids=tuple(int(token) if token >= 0 else None for token in tokens),
+      token_ids=tuple(token if token >= 0 else None for token in tokens),
       errors=tuple((owner, "the model gave logits that are not finite") for owner in failed),
     )
 
@@ -72,16 +70,14 @@ class JaxExecutor:
     return RowState(pages.num_rows, pages.pages_per_row, pages.num_pages, self.vocab_size)
 
   def submit(self, plan: StepPlan, now_s: float) -> StepTicket:
-    prefill, decode = step_inputs(plan, self._buckets, self._rows)
-    state = (self._params, self._cache, self._last_token)
-    if decode is None:
-      outputs = self._steps.prefill_step(*state, prefill)
-    elif prefill is None:
-      outputs = self._steps.decode_step(*state, decode)
-    else:
-      outputs = self._steps.mixed_step(*state, prefill, decode)
-    self._cache, self._last_token, ids = outputs
-    return StepTicket(ids, plan, 0 if prefill is None else len(prefill.emit_row))
+    inputs = step_inputs(plan, self._buckets, self._rows)
+    step = {
+      "prefill": self._steps.prefill_step,
+      "decode": self._steps.decode_step,
+      "mixed": self._steps.mixed_step,
+    }[plan.kind]
+    self._cache, self._last_token, ids = step(self._params, self._cache, self._last_token, inputs)
+    return StepTicket(ids, plan, inputs.sample_rows < self._pages.num_rows)
 
   def export(self, handle: Handle, *, page_ids: tuple[int, ...], now_s: float) -> Handle:
     used = page_ids[: -(-handle.num_tokens // self._layout.page_size)]
@@ -136,9 +132,9 @@ class JaxExecutor:
       plan = probe_plan(self._pages, prefills=(len(ids),))
       part = dataclasses.replace(plan.prefills[0], start=start, token_ids=ids)
       plan = dataclasses.replace(plan, prefills=(part,))
-      prefill, _ = step_inputs(plan, self._buckets, self._rows)
       if start + largest >= len(token_ids):
-        logits = self._steps.last_logits(self._params, self._cache, prefill)[0]
+        inputs = step_inputs(plan, self._buckets, self._rows)
+        logits = self._steps.last_logits(self._params, self._cache, inputs)[0]
       else:
         self.submit(plan, 0.0).result()
     self.reset()
@@ -168,9 +164,9 @@ class JaxExecutor:
     if not {"mixed", "decode"}.isdisjoint(roles):
       for rows in buckets.rows:
         plans.append((f"decode {rows}", probe_plan(self._pages, decodes=rows)))
-    if "mixed" in roles:
+    if "mixed" in roles and num_rows > 1:
       for num_tokens in buckets.mixed:
-        prefills = self._split(num_tokens, num_rows - 1)
+        prefills = self._split(num_tokens - 1, num_rows - 1)
         plans.append((f"mixed {num_tokens}", probe_plan(self._pages, prefills=prefills, decodes=1)))
     for name, plan in plans:
       yield name, lambda p=plan: self.submit(p, 0.0).result()

@@ -1,7 +1,7 @@
 """Causal attention over a KV cache in plain XLA, for any layout and any reduction.
 
 `make_attend` writes the K and V of a step's tokens and attends them: all that differs between a
-prefill, a decode and a mixed step. The flat order of tokens is prefill tokens, then decode rows.
+prefill, a decode and a mixed step.
 
 Keys are read in blocks by loops whose trip counts are dynamic, so that cost follows the true
 context and one compiled shape serves all contexts.
@@ -70,25 +70,31 @@ softmax_reduction = Reduction(_softmax_init, _softmax_step, _softmax_finish)
 """Online softmax in float32 with scale head_dim ** -0.5 (Dao et al. 2022, algorithm 1)."""
 
 
-class PrefillBatch(NamedTuple):
-  """Prompt tokens of several rows, packed. For attention each slice is cut into tiles of one row.
+class PrefillTiles(NamedTuple):
+  """The prompt tokens of a step, cut into tiles of one row each."""
 
-  Only the tiles have gaps, the tokens do not, so the linear layers see no padding between slices.
+  places: jax.Array  # [n_tiles, tile] indices into T; T for padding
+  tables: jax.Array  # [n_tiles, P]
+  num_tiles: jax.Array  # [], int32: the tiles in use, which come first
+
+
+class DecodeRows(NamedTuple):
+  """The decode tokens of a step, one a row."""
+
+  places: jax.Array  # [B] indices into T; T for padding
+  tables: jax.Array  # [B, P]
+
+
+class StepBatch(NamedTuple):
+  """The tokens of a step, packed in any order. Only attention knows which is prefill or decode.
+
+  Padding of tiles and rows is no token, so the linear layers see none but at the end of T.
   """
 
   tokens: jax.Array  # [T]
   positions: jax.Array  # [T], -1 for padding
-  tiles: jax.Array  # [n_tiles, tile] indices into T; T for padding
-  tables: jax.Array  # [n_tiles, P], of the row of each tile
-  num_tiles: jax.Array  # [], int32: the tiles in use, which come first
-
-
-class DecodeBatch(NamedTuple):
-  """One token each of B rows."""
-
-  tokens: jax.Array  # [B]
-  positions: jax.Array  # [B], -1 for padding
-  tables: jax.Array  # [B, P]
+  prefill: PrefillTiles | None
+  decode: DecodeRows | None
 
 
 def attend(
@@ -127,31 +133,27 @@ def attend(
   return out.reshape(num_rows, num_tokens, num_heads, head_dim).astype(q.dtype)
 
 
-def _tile_positions(prefill: PrefillBatch) -> jax.Array:  # [n_tiles, tile], -1 for padding
-  return prefill.positions.at[prefill.tiles].get(mode="fill", fill_value=-1)
+def _take(x: jax.Array, places: jax.Array, fill: int) -> jax.Array:  # [T, ...] -> places' shape
+  return x.at[places].get(mode="fill", fill_value=fill)
 
 
-def _locate_packed(layout: KVLayout, prefill: PrefillBatch) -> tuple[jax.Array, jax.Array]:
-  """`kv_cache.locate` of packed tokens: (outer, inner), each [T]."""
-  (num_tokens,) = prefill.positions.shape
-  outer, inner = kv_cache.locate(layout, prefill.tables, _tile_positions(prefill))
-  nowhere = jnp.full(num_tokens, layout.num_pages, outer.dtype)  # padding is in no tile
-  tiles = prefill.tiles
-  return nowhere.at[tiles].set(outer, mode="drop"), nowhere.at[tiles].set(inner, mode="drop")
-
-
-def _attend_tiles(layout, reduction, q, prefill, layer_cache):
+def _attend_tiles(layout, reduction, q, positions, prefill, layer_cache):
   """Attends tile by tile, so that each reads no more keys than its own row and place need."""
-  tiles = q.at[prefill.tiles].get(mode="fill", fill_value=0)  # [n_tiles, tile, H, h]
-  positions = _tile_positions(prefill)
+  tiles = _take(q, prefill.places, 0)  # [n_tiles, tile, H, h]
+  positions = _take(positions, prefill.places, -1)
 
   def body(i, out):
     q, p, table = (lax.dynamic_slice_in_dim(x, i, 1) for x in (tiles, positions, prefill.tables))
     tile = attend(layout, reduction, q, p, table, layer_cache, block_size=PREFILL_KEY_BLOCK)
     return lax.dynamic_update_slice_in_dim(out, tile, i, 0)
 
-  out = lax.fori_loop(0, prefill.num_tiles, body, jnp.zeros_like(tiles))
-  return jnp.zeros_like(q).at[prefill.tiles].set(out, mode="drop")
+  return lax.fori_loop(0, prefill.num_tiles, body, jnp.zeros_like(tiles))
+
+
+def _attend_rows(layout, reduction, q, positions, decode, layer_cache):
+  rows, positions = _take(q, decode.places, 0), _take(positions, decode.places, -1)
+  out = attend(layout, reduction, rows[:, None], positions[:, None], decode.tables, layer_cache)
+  return out[:, 0]
 
 
 Attend = Callable[
@@ -159,31 +161,29 @@ Attend = Callable[
 ]  # q [T, H, h], k and v [T, K, h], a layer's cache -> out [T, H, h], the layer's cache
 
 
-def make_attend(
-  layout: KVLayout,
-  reduction: Reduction,
-  prefill: PrefillBatch | None,
-  decode: DecodeBatch | None,
-) -> Attend:
-  """The `attend` of one step, for every layer of it; `prefill`, `decode` or both."""
-  places = []
+def make_attend(layout: KVLayout, reduction: Reduction, batch: StepBatch) -> Attend:
+  """The `attend` of one step, for every layer of it."""
+  positions, prefill, decode = batch.positions, batch.prefill, batch.decode
+  (num_tokens,) = positions.shape
+  outer = inner = jnp.full(num_tokens, layout.num_pages)  # padding is in no tile and no row
+  pairs = []  # places [B, t] and tables [B, P]
   if prefill is not None:
-    places.append(_locate_packed(layout, prefill))
+    pairs.append((prefill.places, prefill.tables))
   if decode is not None:
-    places.append(kv_cache.locate(layout, decode.tables, decode.positions[:, None]))
-  outer, inner = (jnp.concatenate([x.ravel() for x in xs]) for xs in zip(*places, strict=True))
-  num_decodes = 0 if decode is None else len(decode.positions)
+    pairs.append((decode.places[:, None], decode.tables))
+  for places, tables in pairs:
+    where = kv_cache.locate(layout, tables, _take(positions, places, -1))
+    outer, inner = (x.at[places].set(w, mode="drop") for x, w in zip((outer, inner), where))
 
   def attend_step(q, k, v, layer_cache):
     layer_cache = kv_cache.write(layer_cache, outer, inner, k, v)
-    num_prefills = len(q) - num_decodes
-    outs = []
+    out = jnp.zeros_like(q)
     if prefill is not None:
-      outs.append(_attend_tiles(layout, reduction, q[:num_prefills], prefill, layer_cache))
+      tiles = _attend_tiles(layout, reduction, q, positions, prefill, layer_cache)
+      out = out.at[prefill.places].set(tiles, mode="drop")
     if decode is not None:
-      rows = q[num_prefills:, None]
-      out = attend(layout, reduction, rows, decode.positions[:, None], decode.tables, layer_cache)
-      outs.append(out[:, 0])
-    return jnp.concatenate(outs), layer_cache
+      rows = _attend_rows(layout, reduction, q, positions, decode, layer_cache)
+      out = out.at[decode.places].set(rows, mode="drop")
+    return out, layer_cache
 
   return attend_step

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pdjax.core.plan import DecodeSlices, PageUpdates, Slice, StepPlan
 from pdjax.core.request import SamplingParams
-from pdjax.engine.batch import RowState, pick_prefill_bucket, prefill_inputs, step_inputs
+from pdjax.engine.batch import RowState, pick_prefill_bucket, step_inputs
 from pdjax.engine.buckets import Buckets
 from pdjax.models.attention import PREFILL_TILE
 
@@ -39,79 +39,117 @@ def prefill(row, start, num_tokens, emits=True, **sampling):
 
 
 @st.composite
-def prefills(draw):
-  """Slices of distinct rows of a pool, and a prefill size that is just or more than enough."""
+def steps(draw):
+  """A plan of distinct rows of a pool, and a size that is just or more than enough for it."""
   num_rows = draw(st.integers(1, 9))
-  rows = draw(st.permutations(range(num_rows)).map(lambda r: r[: draw(st.integers(1, num_rows))]))
+  order = draw(st.permutations(range(num_rows)))
+  num_prefills = draw(st.integers(1, num_rows))
+  num_decodes = draw(st.integers(0, num_rows - num_prefills))
   lengths = st.integers(1, 2 * PREFILL_TILE + 3) | st.sampled_from([1, PREFILL_TILE])
   slices = tuple(
-    prefill(row, draw(st.integers(0, 50)), draw(lengths), draw(st.booleans())) for row in rows
+    prefill(row, draw(st.integers(0, 50)), draw(lengths), draw(st.booleans()))
+    for row in order[:num_prefills]
   )
-  spare = draw(st.sampled_from([0, 0, 1, 40]))
-  return num_rows, slices, sum(s.num_tokens for s in slices) + spare
+  rows = tuple(order[num_prefills : num_prefills + num_decodes])
+  decodes = DecodeSlices(
+    request_ids=rows,
+    generations=(0,) * num_decodes,
+    rows=rows,
+    positions=tuple(draw(st.integers(1, 60)) for _ in rows),
+  )
+  plan = StepPlan(step_id=0, prefills=slices, decodes=decodes)
+  return num_rows, plan, plan.num_tokens + draw(st.sampled_from([0, 0, 1, 40]))
 
 
-@given(prefills())
-def test_slices_are_packed_without_gaps_and_tiles_cover_each_token_once(case):
-  """Of any lengths, in any size that holds them: the tiles never run out."""
-  num_rows, slices, num_padded = case
+def inputs_of(num_rows, plan, size):
   rows = rows_state(num_rows)
-  inputs = prefill_inputs(slices, num_padded, num_rows, rows)
-  batch, num_tokens = inputs.batch, sum(s.num_tokens for s in slices)
-  assert batch.tokens.shape == batch.positions.shape == (num_padded,)
-  assert batch.tokens[:num_tokens].tolist() == [i for s in slices for i in s.token_ids]
-  places = [(s.row, s.start + i) for s in slices for i in range(s.num_tokens)]
-  assert batch.positions[:num_tokens].tolist() == [position for _, position in places]
-  assert (batch.positions[num_tokens:] == -1).all()
-  used, covered = int(batch.num_tiles), []
-  for tile, table in zip(batch.tiles[:used], batch.tables[:used], strict=True):
-    indices = tile[tile < num_padded].tolist()
+  seats = rows.temperature.copy()
+  inputs = step_inputs(plan, Buckets(prefill=(size,), mixed=(size,)), rows)
+  assert (rows.temperature != seats).sum() == len(plan.prefills), "prefill seats its rows anew"
+  return inputs, rows
+
+
+@given(steps())
+def test_tokens_are_packed_without_gaps_and_tiles_cover_each_prefill_token_once(case):
+  """Of any lengths, in any size that holds them: the tiles never run out."""
+  num_rows, plan, size = case
+  inputs, rows = inputs_of(num_rows, plan, size)
+  batch, num_prefill = inputs.batch, plan.num_prefill_tokens
+  assert batch.tokens.shape == batch.positions.shape == (size,)
+  assert batch.tokens[:num_prefill].tolist() == [i for s in plan.prefills for i in s.token_ids]
+  places = [(s.row, s.start + i) for s in plan.prefills for i in range(s.num_tokens)]
+  positions = [position for _, position in places] + list(plan.decodes.positions)
+  assert batch.positions[: plan.num_tokens].tolist() == positions
+  assert (batch.positions[plan.num_tokens :] == -1).all()
+  tiles = batch.prefill
+  used, covered = int(tiles.num_tiles), []
+  for tile, table in zip(tiles.places[:used], tiles.tables[:used], strict=True):
+    indices = tile[tile < size].tolist()
     assert indices == list(range(indices[0], indices[0] + len(indices))), "a tile is one stretch"
     (row,) = {places[i][0] for i in indices}
     assert table.tolist() == rows.tables[row].tolist()
     covered += indices
-  assert covered == list(range(num_tokens))
-  assert (batch.tiles[used:] == num_padded).all() and (batch.tables[used:] == NUM_PAGES).all()
+  assert covered == list(range(num_prefill))
+  assert (tiles.places[used:] == size).all() and (tiles.tables[used:] == NUM_PAGES).all()
 
 
-@given(prefills())
-def test_a_slice_that_emits_says_where_for_whom_and_at_which_position(case):
-  num_rows, slices, num_padded = case
-  rows = rows_state(num_rows)
-  inputs = prefill_inputs(slices, num_padded, num_rows, rows)
-  emitting = [s for s in slices if s.emits_token]
-  n = len(emitting)
-  assert inputs.emit_row[:n].tolist() == [s.row for s in emitting]
-  assert inputs.emit_position[:n].tolist() == [s.start + s.num_tokens for s in emitting]
-  for index, s in zip(inputs.emit_index, emitting):
-    assert inputs.batch.tokens[index] == s.token_ids[-1]
-    assert inputs.batch.positions[index] == s.start + s.num_tokens - 1
-  assert inputs.sampling.temperature[:n].tolist() == [s.row + 1 for s in emitting]
-  # Padding writes to no row and samples greedily.
-  assert (inputs.emit_row[n:] == num_rows).all() and len(inputs.emit_row) == num_rows
-  assert (inputs.sampling.temperature[n:] == 0).all()
+@given(steps())
+def test_decodes_come_after_the_prompts_each_with_the_table_of_its_row(case):
+  num_rows, plan, size = case
+  inputs, rows = inputs_of(num_rows, plan, size)
+  n, decode = len(plan.decodes), inputs.batch.decode
+  if not n:
+    assert decode is None
+    return
+  first = plan.num_prefill_tokens
+  assert decode.places[:n].tolist() == list(range(first, first + n))
+  assert decode.tables[:n].tolist() == rows.tables[list(plan.decodes.rows)].tolist()
+  # A mixed step has a place for every row; those that nobody uses point nowhere.
+  assert len(decode.places) == num_rows
+  assert (decode.places[n:] == size).all() and (decode.tables[n:] == NUM_PAGES).all()
+  assert inputs.sample_rows[-num_rows:][:n].tolist() == list(plan.decodes.rows)
+
+
+@given(steps())
+def test_samples_are_the_last_tokens_of_emitting_slices_then_the_decodes(case):
+  num_rows, plan, size = case
+  inputs, rows = inputs_of(num_rows, plan, size)
+  used = inputs.sample_rows < num_rows
+  emitting = [s for s in plan.prefills if s.emits_token]
+  owners = [s.row for s in emitting] + list(plan.decodes.rows)
+  assert inputs.sample_rows[used].tolist() == owners
+  places = inputs.sample_places[used]
+  last = [s.start + s.num_tokens - 1 for s in emitting] + list(plan.decodes.positions)
+  assert inputs.batch.positions[places].tolist() == last
+  for place, s in zip(places, emitting):
+    assert inputs.batch.tokens[place] == s.token_ids[-1]
+  assert inputs.sampling.temperature[used].tolist() == rows.temperature[owners].tolist()
+  assert (inputs.sampling.temperature[~used] == 0).all(), "padding is greedy"
 
 
 @given(st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=1, max_size=ROWS))
 def test_the_prefill_bucket_is_the_smallest_with_room_for_tokens_and_first_tokens(parts):
-  slices = tuple(prefill(row, 0, n, emits) for row, (n, emits) in enumerate(parts))
-  num_tokens, num_emits = sum(n for n, _ in parts), sum(emits for _, emits in parts)
+  plan = plan_of(prefill(row, 0, n, emits) for row, (n, emits) in enumerate(parts))
+  num_tokens, num_emits = plan.num_tokens, sum(emits for _, emits in parts)
   sizes = (16, 32, 64, 128)
   if num_tokens > 128:
-    with pytest.raises(ValueError, match=f"{num_tokens} prefill tokens do not fit"):
-      pick_prefill_bucket(slices, sizes, ROWS)
+    with pytest.raises(ValueError, match=f"a step of {num_tokens} tokens does not fit"):
+      pick_prefill_bucket(plan, sizes, ROWS)
     return
-  size, room = pick_prefill_bucket(slices, sizes, ROWS)
+  size, room = pick_prefill_bucket(plan, sizes, ROWS)
   assert num_tokens <= size and num_emits <= room <= ROWS
   fits = [s for s in sizes if num_tokens <= s and (num_emits <= s // 16 or s == 128)]
   assert size == fits[0]
-  assert pick_prefill_bucket(slices[:1], sizes, ROWS)[1] <= ROWS
+
+
+def plan_of(slices, decodes=None):
+  return StepPlan(step_id=0, prefills=tuple(slices), decodes=decodes or DecodeSlices())
 
 
 def test_the_largest_bucket_has_room_for_a_first_token_of_every_row():
   """A step that the token budget allows always has a shape, however short its prompts are."""
-  slices = tuple(prefill(row, 0, 1) for row in range(ROWS))
-  assert pick_prefill_bucket(slices, (16,), ROWS) == (16, ROWS)
+  plan = plan_of(prefill(row, 0, 1) for row in range(ROWS))
+  assert pick_prefill_bucket(plan, (16,), ROWS) == (16, ROWS)
 
 
 BUCKETS = Buckets(prefill=(16,), mixed=(8, 32), rows=(2, ROWS))
@@ -120,37 +158,39 @@ DECODES = DecodeSlices(
 )
 
 
-def test_decodes_are_padded_with_rows_that_nobody_has():
+def test_decodes_alone_are_padded_with_rows_that_nobody_has():
   rows = rows_state()
-  _, decode = step_inputs(StepPlan(step_id=0, decodes=DECODES), BUCKETS, rows)
-  assert decode.rows.tolist() == [4, 0, 2, ROWS, ROWS]
-  assert decode.positions.tolist() == [3, 11, 5, -1, -1]
+  inputs = step_inputs(plan_of((), DECODES), BUCKETS, rows)
+  decode = inputs.batch.decode
+  assert inputs.batch.prefill is None
+  assert inputs.sample_rows.tolist() == [4, 0, 2, ROWS, ROWS]
+  assert inputs.batch.positions.tolist() == [3, 11, 5, -1, -1]
+  assert decode.places.tolist() == [0, 1, 2, ROWS, ROWS]
   assert decode.tables[:3].tolist() == rows.tables[[4, 0, 2]].tolist()
   assert (decode.tables[3:] == NUM_PAGES).all(), "padding has pages out of range"
-  assert decode.sampling.temperature.tolist() == [5, 1, 3, 0, 0]
-  assert decode.sampling.seed[:3].tolist() == [1004, 1000, 1002]
-  two = DecodeSlices(request_ids=(7,), generations=(0,), rows=(4,), positions=(3,))
-  _, decode = step_inputs(StepPlan(step_id=0, decodes=two), BUCKETS, rows)
-  assert decode.rows.tolist() == [4, ROWS]
+  assert inputs.sampling.temperature.tolist() == [5, 1, 3, 0, 0]
+  assert inputs.sampling.seed[:3].tolist() == [1004, 1000, 1002]
+  one = DecodeSlices(request_ids=(7,), generations=(0,), rows=(4,), positions=(3,))
+  assert step_inputs(plan_of((), one), BUCKETS, rows).sample_rows.tolist() == [4, ROWS]
 
 
-def test_a_mixed_step_has_its_own_sizes_and_all_rows():
-  plan = StepPlan(step_id=0, prefills=(prefill(1, 0, 5),), decodes=DECODES)
-  part, decode = step_inputs(plan, BUCKETS, rows_state())
-  assert len(part.batch.tokens) == 8 and len(decode.rows) == ROWS
-  part, decode = step_inputs(StepPlan(step_id=0, prefills=plan.prefills), BUCKETS, rows_state())
-  assert len(part.batch.tokens) == 16 and decode is None
+def test_a_mixed_step_has_its_own_sizes_with_decodes_counted():
+  five, six = (prefill(1, 0, n) for n in (5, 6))
+  sizes = {n: len(step_inputs(plan_of([s], DECODES), BUCKETS, rows_state()).batch.tokens)
+           for n, s in ((5, five), (6, six))}  # fmt: skip
+  assert sizes == {5: 8, 6: 32}  # 5 + 3 decodes fill the first, 6 + 3 do not fit
+  assert len(step_inputs(plan_of([five]), BUCKETS, rows_state()).batch.tokens) == 16
 
 
 def test_page_updates_and_seats_come_before_the_arrays():
   updates = PageUpdates(rows=(1, 4), indices=(2, 0), page_ids=(33, 34))
   s = prefill(1, 0, 5, temperature=0.25, top_p=0.5, seed=2**32 + 3)
   plan = StepPlan(step_id=0, prefills=(s,), decodes=DECODES, page_updates=updates)
-  part, decode = step_inputs(plan, BUCKETS, rows_state())
-  assert part.batch.tables[0, 2] == 33 and decode.tables[0, 0] == 34
-  assert part.sampling.temperature[0] == np.float32(0.25)
-  assert part.sampling.top_k[0] == VOCAB and part.sampling.top_p[0] == np.float32(0.5)
-  assert part.sampling.seed[0] == 3
+  inputs = step_inputs(plan, BUCKETS, rows_state())
+  assert inputs.batch.prefill.tables[0, 2] == 33 and inputs.batch.decode.tables[0, 0] == 34
+  assert inputs.sampling.temperature[0] == np.float32(0.25)
+  assert inputs.sampling.top_k[0] == VOCAB and inputs.sampling.top_p[0] == np.float32(0.5)
+  assert inputs.sampling.seed[0] == 3
 
 
 def test_a_request_without_a_seed_samples_by_its_id():

@@ -65,11 +65,14 @@ def plans(draw, pages, whole_budget, chunk_budget):
   return StepPlan(step_id=0, prefills=tuple(slices), decodes=DecodeSlices(**columns))
 
 
-def shape_of(prefill, decode):
+def shape_of(inputs):
   """All that a compiled step depends on."""
+  batch = inputs.batch
   return (
-    None if prefill is None else (prefill.batch.tiles.shape, len(prefill.emit_row)),
-    None if decode is None else len(decode.rows),
+    batch.tokens.shape,
+    None if batch.prefill is None else batch.prefill.places.shape,
+    None if batch.decode is None else batch.decode.places.shape,
+    inputs.sample_rows.shape,
   )
 
 
@@ -79,20 +82,11 @@ class Recorder:
   def __init__(self):
     self.shapes, self.num_copied_pages = set(), {"gather": set(), "scatter": set()}
 
-  def prefill_step(self, params, cache, last_token, prefill):
-    return self._run(cache, last_token, prefill, None)
+  def prefill_step(self, params, cache, last_token, inputs):
+    self.shapes.add(shape_of(inputs))
+    return cache, last_token, np.zeros(inputs.sample_rows.shape, np.int32)
 
-  def decode_step(self, params, cache, last_token, decode):
-    return self._run(cache, last_token, None, decode)
-
-  def mixed_step(self, params, cache, last_token, prefill, decode):
-    return self._run(cache, last_token, prefill, decode)
-
-  def _run(self, cache, last_token, prefill, decode):
-    self.shapes.add(shape_of(prefill, decode))
-    num_ids = sum(len(part) for part in (prefill and prefill.emit_row, decode and decode.rows)
-                  if part is not None)  # fmt: skip
-    return cache, last_token, np.zeros(num_ids, np.int32)
+  decode_step = mixed_step = prefill_step
 
   def gather_pages(self, cache, page_ids):
     self.num_copied_pages["gather"].add(len(page_ids))
@@ -122,7 +116,7 @@ def test_every_plan_within_the_budgets_finds_a_shape_that_warm_up_compiled(data)
   for _ in range(8):
     plan = data.draw(plans(pages, whole_budget, chunk_budget))
     rows = RowState(pages.num_rows, pages.pages_per_row, pages.num_pages, 997)
-    assert shape_of(*step_inputs(plan, buckets, rows)) in steps.shapes
+    assert shape_of(step_inputs(plan, buckets, rows)) in steps.shapes
 
 
 def test_warm_up_compiles_only_what_the_roles_use():

@@ -26,9 +26,7 @@ STEPS = ("prefill_step", "decode_step", "mixed_step", "gather_pages", "scatter_p
 
 def _size(name, args):
   """The bucket that a call of a compiled function uses."""
-  if name == "decode_step":
-    return len(args[3].rows)
-  if name in ("prefill_step", "mixed_step"):
+  if name in ("prefill_step", "decode_step", "mixed_step"):
     return len(args[3].batch.tokens)
   return len(args[1 if name == "gather_pages" else 2])
 

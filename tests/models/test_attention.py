@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models.model_passes import decode_batch, make_tables, prefill_batch
+from models.model_passes import decode_batch, make_tables, prefill_batch, step_batch
 
 from pdjax.models import kv_cache
 from pdjax.models.attention import attend, make_attend, softmax_reduction
@@ -125,8 +125,8 @@ def test_a_mixed_step_is_its_two_halves(kind):
   k, v = rng.standard_normal((2, num_prefill + num_decode, K, HEAD_DIM)).astype(np.float32)
 
   def step(prefill, decode, part, cache):
-    prefill, decode = jax.tree.map(jnp.asarray, (prefill, decode))
-    attend = make_attend(layout, softmax_reduction, prefill, decode)
+    batch = jax.tree.map(jnp.asarray, step_batch(prefill, decode))
+    attend = make_attend(layout, softmax_reduction, batch)
     return attend(*(jnp.asarray(x[part]) for x in (q, k, v)), cache)
 
   mixed, mixed_cache = step(prefill, decode, slice(None), cache)

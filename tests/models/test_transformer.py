@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models.model_passes import decode_batch, make_pass, make_tables, prefill_batch
+from models.model_passes import decode_batch, make_pass, make_tables, prefill_batch, step_batch
 
 from pdjax.core.model_config import TINY, ModelConfig
 from pdjax.models import kv_cache
@@ -191,7 +191,7 @@ def test_layer_groups_compose(tiny):
   )
   batch = jax.tree.map(jnp.asarray, batch)
   llama = merge(TINY, tiny.params)
-  attend = make_attend(layout, tiny.reduction, batch, None)
+  attend = make_attend(layout, tiny.reduction, batch)
   cache = kv_cache.init_cache(layout)
   whole, whole_cache = tiny.forward(tiny.params, batch.tokens, batch.positions, cache, attend)
   x = llama.embed(batch.tokens)
@@ -203,12 +203,13 @@ def test_layer_groups_compose(tiny):
 
 def test_a_step_updates_the_donated_cache_in_place(tiny):
   layout = make_layout(tiny, num_rows=8, pages_per_row=256, page_size=16)
-  tables, run = make_tables(layout), make_pass(tiny, layout).func
+  tables, step = make_tables(layout), make_pass(tiny, layout).step
   prefill, _ = prefill_batch(layout, tables, [(0, 0, [1] * 9)], num_tiles=2, tile=8)
   decode = decode_batch(layout, tables, [(1, 0, 1)], num_rows=8)
   cache = jax.eval_shape(lambda: kv_cache.init_cache(layout))
   for batches in ((prefill, None), (None, decode), (prefill, decode)):
-    stats = run.lower(tiny.params, cache, *batches).compile().memory_analysis()
+    batch = step_batch(*batches)
+    stats = step.lower(tiny.params, cache, batch).compile().memory_analysis()
     assert stats.alias_size_in_bytes == layout.num_bytes
     assert stats.temp_size_in_bytes < layout.num_bytes / layout.num_layers / 2 / 2
 
