@@ -253,6 +253,12 @@ def _choice(runs: Mapping[str, StrategyRun], slo: Slo, num_requests: int) -> str
   text += "."
   for score in behind:
     text += f" {score.name} ({score.met}){_misses(score)}."
+  smoothest = min(behind, key=_tail, default=best)
+  if best.itl_p99_s and _tail(smoothest)[0] < best.itl_p99_s / 2:
+    text += (
+      f" But its ITL p99 is {_time(best.itl_p99_s)} against {_time(smoothest.itl_p99_s)} under "
+      f"{smoothest.name}: a mean over tokens hides such stalls."
+    )
   return text
 
 

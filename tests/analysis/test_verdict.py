@@ -286,6 +286,14 @@ def test_two_requests_apart_is_no_tie():
   assert "Choose spiky: 20 of 20" in text and "level" not in text
 
 
+def test_a_winner_whose_mean_hides_stalls_is_told_so():
+  spiky, late = Run().requests(20, gaps_s=(0.0625,) * 7 + (0.5,)), Run().requests(20, queue_s=3.0)
+  text = words(spiky=spiky, late=late)
+  assert "Choose spiky: 20 of 20" in text
+  assert "But its ITL p99 is 500 ms against 125 ms under late: a mean over tokens hides" in text
+  assert "But its ITL" not in words(even=Run().requests(20), late=late)
+
+
 def test_without_gaps_a_tie_goes_to_the_shorter_ttft():
   text = words(slow=Run().requests(5, gaps_s=(), prefill_s=0.75),
                fast=Run().requests(5, gaps_s=(), prefill_s=0.25))  # fmt: skip
