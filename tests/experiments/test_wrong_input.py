@@ -58,7 +58,7 @@ CASES = {
   "budget below the rows": (
     "compare",
     ["--model=tiny", "--set", "scheduler.token_budget=4"],
-    ["strategy chunked", "token_budget=4", "8 running", "at least num_rows=8"],
+    ["strategy chunked", "token_budget=4", "16 running", "at least num_rows=16"],
   ),
   "prompt above the budget of whole prompts": (
     "compare",
