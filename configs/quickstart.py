@@ -19,7 +19,7 @@ def get_config() -> ExperimentConfig:
     workload=WorkloadConfig(
       arrivals="poisson",
       load=0.7,
-      duration_s=30.0,
+      duration_s=24.0,
       lengths=Mix(
         prompt_tokens=(40, 64),
         long_prompt_tokens=(384, 448),

@@ -5,7 +5,7 @@
 
 Prints a table, the interference and a verdict, and under it the same strategies simulated for
 Llama-3-8B on as many A100s (or --hardware). Writes summary.json, events.jsonl, timeline.json (open
-it in Perfetto) and pictures. Exit status 1: the strategies gave different tokens; 2: wrong input;
+it in Perfetto) and pictures. Exit status 1: different tokens, or nothing finished; 2: wrong input;
 130: interrupted, with what was measured until then.
 """
 
@@ -35,6 +35,7 @@ from experiments.serving import (
   write_summary,
 )
 from pdjax.config import load_config
+from pdjax.metrics.latency import outcomes
 
 SIMULATED = "configs/llama3_8b_a100.py"
 
@@ -68,7 +69,7 @@ def run(prepared: tuple[Checked, Checked | None]) -> int:
   experiment = run_experiment(checked, progress)
   text, data = report(experiment)
   tokens_text, tokens_data, is_wrong = token_report(experiment)
-  data |= tokens_data | {"machine": machine()}
+  data |= tokens_data | {"machine": machine(experiment)}
   print(text)
   if tokens_text:
     print(tokens_text)
@@ -83,7 +84,10 @@ def run(prepared: tuple[Checked, Checked | None]) -> int:
     print(f"\nadded the simulated strategies to {checked.out / 'summary.json'}")
     if other.was_interrupted:
       return 130
-  return 130 if experiment.was_interrupted else int(is_wrong)
+  if experiment.was_interrupted:
+    return 130
+  all_failed = any(not outcomes(run.records)["finished"] for run in experiment.runs.values())
+  return int(is_wrong or all_failed)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import os
 import pathlib
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -95,6 +96,9 @@ def main(prepare: Callable[[], T], run: Callable[[T], int]) -> None:
     except KeyboardInterrupt:
       sys.stdout.flush()
       print("\ninterrupted; nothing was written but the files named above", file=sys.stderr)
+      if any(thread.name.startswith("warm-up") for thread in threading.enumerate()):
+        sys.stderr.flush()
+        os._exit(130)  # XLA compiles in these threads, and aborts when Python ends under it
       sys.exit(130)
     sys.exit(status)
 

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import platform
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -83,7 +84,11 @@ def check(config: ExperimentConfig, out: pathlib.Path) -> Checked:
   else:
     trace = trace[: workload.num_requests]
     longest = _longest_of(trace)
-  world = make_world(config, longest)
+  sample = _sample(config, trace)
+  prompts, outputs = zip(*sample)
+  # Over its life a decode sees its prompt and on average half of its output.
+  context = round(statistics.fmean(prompts) + statistics.fmean(outputs) / 2)
+  world = make_world(config, longest, context)
   for strategy in config.strategies:
     # The scheduler alone knows what it can hold; it needs no device for that.
     try:
@@ -103,6 +108,13 @@ def check(config: ExperimentConfig, out: pathlib.Path) -> Checked:
         )
   world.load()
   return Checked(config=config, out=out, world=world, trace=trace)
+
+
+def _sample(config: ExperimentConfig, trace: list[TraceRow] | None) -> list[tuple[int, int]]:
+  """Lengths that stand for the workload: many draws, not only those that will be served."""
+  if trace is not None:
+    return [row.lengths for row in trace]
+  return config.workload.lengths.pairs(1000, np.random.default_rng(config.workload.seed))
 
 
 class _Nowhere:
@@ -138,13 +150,15 @@ def run_experiment(checked: Checked, progress: Progress) -> Experiment:
   workload, pages = config.workload, world.pages
   rng = np.random.default_rng(workload.seed)
   longest_prompt = (_longest_of(trace) if trace else workload.lengths.longest)[0]
-  if trace is None:
-    # Capacity is that of the mix, so from many draws, not only from those that will be served.
-    sample = workload.lengths.pairs(1000, np.random.default_rng(workload.seed))
-  else:
-    sample = [row.lengths for row in trace]
+  sample = _sample(config, trace)
+  # No more rows are busy than have pages: each holds its prompt and half of its output on average.
+  footprint = statistics.fmean(prompt + output / 2 for prompt, output in sample)
+  fitting = int(pages.num_pages * pages.page_size / footprint)
   capacity = capacity_rps(
-    world.together, sample, num_pools=config.num_devices, num_rows=pages.num_rows
+    world.together,
+    sample,
+    num_pools=config.num_devices,
+    num_rows=max(1, min(pages.num_rows, fitting)),
   )
   if trace is not None:
     lengths = sample
@@ -240,7 +254,7 @@ class Difference:
   request_id: int
   position: int  # among the output tokens
   strategies: tuple[str, str]
-  token_ids: tuple[int, int]
+  token_ids: tuple[int | None, int | None]  # None: it had ended
   margin: float | None  # between the two likeliest tokens there, in logits; None: not known
 
   @property
@@ -268,10 +282,16 @@ def compare_tokens(experiment: Experiment) -> tuple[int, list[Difference]]:
     num_compared += min(map(len, streams))
     for run, stream in zip(runs[1:], streams[1:]):
       position = next((i for i, (a, b) in enumerate(zip(streams[0], stream)) if a != b), None)
+      if position is None and all(
+        request.request_id in r.records and r.records[request.request_id].outcome == "finished"
+        for r in (runs[0], run)
+      ):
+        shorter, longer = sorted(map(len, (streams[0], stream)))
+        position = shorter if shorter < longer else None  # one ended, the other went on
       if position is None:
         continue
       margin = None
-      if request.prompt_ids is not None:
+      if request.prompt_ids is not None and position < min(len(streams[0]), len(stream)):
         prefix = (*request.prompt_ids, *stream[:position])
         margin = experiment.world.top2_margin(prefix)
       differences.append(
@@ -279,7 +299,7 @@ def compare_tokens(experiment: Experiment) -> tuple[int, list[Difference]]:
           request_id=request.request_id,
           position=position,
           strategies=(runs[0].name, run.name),
-          token_ids=(streams[0][position], stream[position]),
+          token_ids=tuple(s[position] if position < len(s) else None for s in (streams[0], stream)),
           margin=margin,
         )
       )
@@ -349,7 +369,7 @@ def report(experiment: Experiment) -> tuple[str, dict[str, Any]]:
   """The text for a person and the same as plain data, without files and figures."""
   world, runs, slo = experiment.world, experiment.runs, experiment.slo
   decode_step_s = world.alone.decode_s(world.pages.num_rows)
-  achieved = achieved_rate_rps(next(iter(runs.values())).records)
+  achieved = achieved_rate_rps(next(iter(runs.values())).log)
   asked = "the trace" if experiment.rate_rps is None else f"{experiment.rate_rps:.3g}/s"
   words = verdict(
     runs, slo, decode_step_s, list(world.caveats), num_requests=len(experiment.requests)
@@ -402,6 +422,8 @@ def token_report(experiment: Experiment) -> tuple[str, dict[str, Any], bool]:
   if len(experiment.runs) < 2 or experiment.requests[0].prompt_ids is None:
     return "", {"tokens_identical": None, "num_tokens_compared": 0}, False
   num_compared, differences = compare_tokens(experiment)
+  if not num_compared and not differences:
+    return "", {"tokens_identical": None, "num_tokens_compared": 0}, False
   data = {
     "tokens_identical": not differences,
     "num_tokens_compared": num_compared,
@@ -419,15 +441,16 @@ def token_report(experiment: Experiment) -> tuple[str, dict[str, Any], bool]:
   return "\n".join(lines), data, bool(wrong)
 
 
-def machine() -> dict[str, Any]:
+def machine(experiment: Experiment) -> dict[str, Any]:
   """Where and when this ran, for the record."""
+  has_words = experiment.requests[0].prompt_ids is not None
   return {
     "date": time.strftime("%Y-%m-%d %H:%M:%S"),
     "python": platform.python_version(),
     "processor": platform.machine(),
     "num_cores": os.cpu_count(),
     "load_1min": os.getloadavg()[0],
-    "prompts": corpus_source(),
+    "prompts": corpus_source() if has_words else None,
   }
 
 

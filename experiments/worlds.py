@@ -13,13 +13,13 @@ from configs.hardware import HARDWARE, link
 from configs.models import MODELS
 from experiments.fetch_model import CHECKPOINTS, fetch
 from pdjax.analysis.capacity import StepTimes, measure
-from pdjax.config import STRATEGIES, ExperimentConfig
+from pdjax.config import STRATEGIES, ExperimentConfig, PoolSpec
 from pdjax.core.clock import Clock, VirtualClock, WallClock
 from pdjax.core.model_config import ModelConfig
 from pdjax.core.names import pick
 from pdjax.core.plan import StepPlan
 from pdjax.scheduling.pages import PageConfig
-from pdjax.scheduling.policies import POLICIES
+from pdjax.scheduling.policies import HALF, POLICIES, UNMIXED
 from pdjax.scheduling.scheduler import Scheduler, SchedulerConfig
 from pdjax.serving.cluster import Cluster, Pool
 from pdjax.serving.executor import Executor
@@ -84,18 +84,49 @@ def make_cluster(
   executor: Callable[[int], Executor],
 ) -> Cluster:
   """The pools of a strategy, one device each."""
-  whole = config.scheduler.prefill_budget or max(pages.capacity_tokens, pages.num_rows)
   pools = []
   for device, spec in enumerate(pick(STRATEGIES, strategy, "strategy")(config.num_devices)):
-    limits = SchedulerConfig(
-      token_budget=whole if spec.takes_whole_prompts else config.scheduler.token_budget,
-      chunk_prompts=not spec.takes_whole_prompts,
-      watermark=config.scheduler.watermark,
-    )
-    name = (spec.role == "mixed" and config.scheduler.policy) or spec.policy
-    scheduler = Scheduler(pick(POLICIES, name, "policy"), pages, limits)
+    policy = pick(POLICIES, policy_name(config, spec), "policy")
+    scheduler = Scheduler(policy, pages, limits(config, spec, pages))
     pools.append(Pool(spec.name, spec.role, scheduler, executor(device)))
   return Cluster(pools)
+
+
+def policy_name(config: ExperimentConfig, spec: PoolSpec) -> str:
+  """The policy of a pool.
+
+  Raises:
+    ValueError: `scheduler.policy` names one that cannot serve a mixed pool.
+  """
+  if spec.role != "mixed" or config.scheduler.policy is None:
+    return spec.policy
+  if config.scheduler.policy in HALF:
+    raise ValueError(
+      f"scheduler.policy={config.scheduler.policy} serves only half of a request, and mixed pools "
+      f"have nobody to hand it to; try {', '.join(sorted(POLICIES.keys() - HALF))}"
+    )
+  return config.scheduler.policy
+
+
+def limits(config: ExperimentConfig, spec: PoolSpec, pages: PageConfig) -> SchedulerConfig:
+  """The limits of a pool's steps: the scheduler keeps them, the engine compiles shapes for them."""
+  whole = config.scheduler.prefill_budget or max(pages.capacity_tokens, pages.num_rows)
+  return SchedulerConfig(
+    token_budget=whole if spec.takes_whole_prompts else config.scheduler.token_budget,
+    chunk_prompts=not spec.takes_whole_prompts,
+    watermark=config.scheduler.watermark,
+  )
+
+
+def largest_budgets(config: ExperimentConfig, pages: PageConfig) -> tuple[int, int]:
+  """The most tokens of any step, and of any that mixes prefill and decode, over all strategies."""
+  budgets, mixing = [], [pages.num_rows]
+  for strategy in config.strategies:
+    for spec in STRATEGIES[strategy](config.num_devices):
+      budgets.append(limits(config, spec, pages).token_budget)
+      if policy_name(config, spec) not in UNMIXED:
+        mixing.append(budgets[-1])
+  return max(budgets), max(mixing)
 
 
 class SimWorld:
@@ -103,11 +134,11 @@ class SimWorld:
 
   bytes_per_value = 2
 
-  def __init__(self, config: ExperimentConfig, longest: tuple[int, int]):
+  def __init__(self, config: ExperimentConfig, longest: tuple[int, int], context: int):
     self.model = pick(MODELS, config.model, "model")
     device: Device = pick(HARDWARE, config.hardware, "hardware")
     self._link = link(config.link)
-    self._longest = longest
+    self._longest, self._context = longest, context
     self._latency = Roofline(model=self.model, device=device)
     fits = num_pages(model=self.model, device=device, page_size=config.cache.page_size)
     self.pages = make_pages(config, longest, None if config.cache.layout == "slots" else fits)
@@ -127,9 +158,11 @@ class SimWorld:
     pass
 
   def prepare(self, show: Callable[[str], None]) -> None:
-    prompt, output = self._longest
     self.alone = self.together = measure(
-      self.pages, self._latency.step_s, longest_prompt=prompt, context=prompt // 4 + output // 2
+      self.pages,
+      self._latency.step_s,
+      longest_prompt=self._longest[0],
+      context=self._context,
     )
 
   def prompts(self, lengths, seed: int, *, chat: bool) -> None:
@@ -154,8 +187,8 @@ class JaxWorld:
 
   bytes_per_value = 4  # float32: faster than bfloat16 on CPU in jax 0.10, and exact to compare
 
-  def __init__(self, config: ExperimentConfig, longest: tuple[int, int]):
-    self._config, self._longest = config, longest
+  def __init__(self, config: ExperimentConfig, longest: tuple[int, int], context: int):
+    self._config, self._longest, self._context = config, longest, context
     # A wrong name or a broken file fails before jax is even imported.
     self._checkpoint = _find_checkpoint(config.model)
     self.pages = make_pages(config, longest, None)
@@ -187,10 +220,8 @@ class JaxWorld:
     config, devices = self._config, self._devices
     num_devices = len(devices)
     show(f"warm-up: compiling for {num_devices} devices")
-    whole = config.scheduler.prefill_budget or self.pages.capacity_tokens
-    buckets = default_buckets(
-      self.pages, whole_budget=whole, chunk_budget=config.scheduler.token_budget
-    )
+    whole_budget, chunk_budget = largest_budgets(config, self.pages)
+    buckets = default_buckets(self.pages, whole_budget=whole_budget, chunk_budget=chunk_budget)
     self._executors, _ = build_executors(
       self._model, self.pages, buckets, devices, layout=config.cache.layout
     )
@@ -198,15 +229,20 @@ class JaxWorld:
     for strategy in config.strategies:
       for device, spec in enumerate(STRATEGIES[strategy](num_devices)):
         roles[device].add(spec.role)
+    self._able = {  # by kind of step; a shape that no pool uses is not compiled to be timed
+      kind: [i for i, own in enumerate(roles) if own & {kind, "mixed"}]
+      for kind in ("prefill", "decode")
+    }
     for number, line in enumerate(warm_up(self._executors, roles), 1):
       show(f"warm-up, shape {number}: {line}")
-    prompt, output = self._longest
-    where = dict(longest_prompt=prompt, context=prompt // 4 + output // 2, repeats=3)
+    where = dict(longest_prompt=self._longest[0], context=self._context, repeats=3)
     show("timing steps, one device at a time")
-    self.alone = measure(self.pages, lambda plan: self._time([0], plan), **where)
+    self.alone = measure(
+      self.pages, lambda plan: self._time(self._able[plan.kind][:1], plan), **where
+    )
     show("timing steps, all devices together")
     self.together = measure(
-      self.pages, lambda plan: self._time(list(range(num_devices)), plan), **where
+      self.pages, lambda plan: self._time(self._able[plan.kind], plan), **where
     )
     for executor in self._executors:
       executor.reset()
@@ -276,5 +312,6 @@ def _beyond_training(model: ModelConfig, longest: tuple[int, int]) -> list[str]:
   ]
 
 
-def make_world(config: ExperimentConfig, longest: tuple[int, int]) -> World:
-  return (JaxWorld if config.backend == "jax" else SimWorld)(config, longest)
+def make_world(config: ExperimentConfig, longest: tuple[int, int], context: int) -> World:
+  """The world of an experiment whose decodes have `context` tokens on average."""
+  return (JaxWorld if config.backend == "jax" else SimWorld)(config, longest, context)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pdjax.core.names import pick
-from pdjax.core.plain import from_plain
+from pdjax.core.plain import from_plain, to_plain
 from pdjax.core.request import SamplingParams
 from pdjax.workloads.lengths import Fixed, LogNormal, Mix, Uniform
 
@@ -53,6 +53,8 @@ class WorkloadConfig:
 
   def __post_init__(self):
     _check_positive("workload", self, "rate_rps", "load", "cv", "duration_s")
+    if self.rate_rps is not None and self.rate_rps < 1e-6:
+      raise ValueError(f"workload.rate_rps={self.rate_rps} is less than a request in 11 days")
     _check_at_least_1("workload", self, "num_requests")
     if self.seed < 0:
       raise ValueError(f"workload.seed={self.seed} must be 0 or more")
@@ -81,8 +83,9 @@ class SchedulerOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-  """The KV cache of each pool. `max_len` None is the workload's longest request; `num_pages` None
-  is a full row each (on the engine) or what the memory holds (in simulation).
+  """The KV cache of each pool. `max_len` None is the workload's longest request, and is rounded up
+  to whole pages; `num_pages` None is a full row each (on the engine) or what the memory holds (in
+  simulation).
   """
 
   layout: str = "slots"
@@ -233,6 +236,10 @@ def load_config(path: str | pathlib.Path, overrides: Iterable[str] = ()) -> Expe
     raise ValueError(f"config file {path} has no function get_config()")
   if not isinstance(config, ExperimentConfig):
     raise ValueError(f"{path}: get_config() gave a {type(config).__name__}, not ExperimentConfig")
+  try:  # dataclasses take anything; a value of the wrong type would be found an hour in
+    from_plain(ExperimentConfig, to_plain(config))
+  except TypeError as error:
+    raise ValueError(f"config file {path}: {error}") from error
   return override(config, overrides)
 
 

@@ -205,3 +205,16 @@ def test_every_strategy_uses_every_device_once(strategy, num_devices):
 def test_disaggregation_needs_two_devices():
   with pytest.raises(ValueError, match="at least 2 devices, not num_devices=1"):
     STRATEGIES["disaggregated"](1)
+
+
+@pytest.mark.parametrize("change", ["num_devices=2.0", 'strategies="chunked"'])
+def test_a_value_of_the_wrong_type_in_a_file_is_refused(tmp_path, change):
+  path = tmp_path / "wrong.py"
+  path.write_text(
+    "from pdjax.config import *\nfrom pdjax.workloads.lengths import Fixed\n"
+    "def get_config():\n"
+    "  lengths = Fixed(prompt_tokens=4, output_tokens=2)\n"
+    f"  return ExperimentConfig(workload=WorkloadConfig(lengths=lengths), {change})\n"
+  )
+  with pytest.raises(ValueError, match=r"wrong\.py"):
+    load_config(path)

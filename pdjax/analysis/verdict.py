@@ -136,7 +136,8 @@ def _symptom(run: StrategyRun, slo: Slo, decode_step_s: float) -> str:
       f"{_why_late(late)}, and {_why_slow(slow, run, slo)}; {gap}."
     )
   elif len(late) > many:
-    said.append(f"High TTFT ({_of(late, answered)} miss it), normal TPOT: {_why_late(late)}.")
+    also = f"; {gap}" if gap_s > slo.tpot_s else ""
+    said.append(f"High TTFT ({_of(late, answered)} miss it), normal TPOT: {_why_late(late)}{also}.")
   elif len(slow) > many:
     cause = _why_slow(slow, run, slo)
     said.append(f"High TPOT ({_of(slow, answered)} miss it), normal TTFT: {cause}; {gap}.")
@@ -150,6 +151,8 @@ def _symptom(run: StrategyRun, slo: Slo, decode_step_s: float) -> str:
 def _why_late(late: list[RequestRecord]) -> str:
   queue_s = sum(phases(r).queue_s for r in late)
   prefill_s = sum(phases(r).prefill_s for r in late)
+  if sum(phases(r).handoff_wait_s for r in late) > queue_s:
+    return "the decode pool is full, and prefill waits behind it"
   return "prefill queues" if queue_s >= prefill_s else "prefill itself takes long"
 
 
@@ -235,7 +238,7 @@ def _choice(runs: Mapping[str, StrategyRun], slo: Slo, num_requests: int) -> str
       f"No choice: under no strategy does any of {n} requests meet both SLOs; lower the load "
       f"or relax the targets."
     )
-  tied = sorted((s for s in ranked if s.num_met >= best_met - 1), key=_tail)
+  tied = sorted((s for s in ranked if s.num_met >= max(1, best_met - 1)), key=_tail)
   best, behind = tied[0], [s for s in ranked if s not in tied]
   text = f"Choose {best.name}: {best.num_met} of {n} requests ({best.met}) meet both SLOs"
   if len(tied) > 1:
@@ -254,7 +257,8 @@ def _choice(runs: Mapping[str, StrategyRun], slo: Slo, num_requests: int) -> str
   for score in behind:
     text += f" {score.name} ({score.met}){_misses(score)}."
   smoothest = min(behind, key=_tail, default=best)
-  if best.itl_p99_s and _tail(smoothest)[0] < best.itl_p99_s / 2:
+  tail_s = best.itl_p99_s or 0.0
+  if tail_s > slo.tpot_s and _tail(smoothest)[0] < tail_s / 2:
     text += (
       f" But its ITL p99 is {_time(best.itl_p99_s)} against {_time(smoothest.itl_p99_s)} under "
       f"{smoothest.name}: a mean over tokens hides such stalls."

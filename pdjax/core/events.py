@@ -19,6 +19,7 @@ class Arrived:
   pool: str | None  # None: refused
   num_prompt_tokens: int
   max_tokens: int
+  seen_s: float | None = None  # when the loop took it in; how late it was is its own lag
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

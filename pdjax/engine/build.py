@@ -70,7 +70,7 @@ def warm_up(executors: Sequence[JaxExecutor], roles: Sequence[Collection[str]]) 
     done.put(None)
 
   for number in range(len(executors)):
-    threading.Thread(target=run, args=(number,), daemon=True).start()
+    threading.Thread(target=run, args=(number,), daemon=True, name=f"warm-up-{number}").start()
   num_running = len(executors)
   while num_running:
     line = done.get()

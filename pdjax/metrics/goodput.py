@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from pdjax.core.events import Copied, Event
+from pdjax.core.events import Arrived, Copied, Event
 from pdjax.metrics.latency import (
   RequestRecord,
   itls_s,
@@ -67,12 +67,13 @@ def _share(
   return sum(map(is_met, records.values())) / len(records) if records else None
 
 
-def achieved_rate_rps(records: Mapping[int, RequestRecord]) -> float | None:
-  """The rate at which requests arrived: gaps / time from first to last arrival.
+def achieved_rate_rps(log: Iterable[Event]) -> float | None:
+  """The rate at which the loop took requests in: gaps / time from the first to the last.
 
-  None for fewer than two arrivals, or where all came at once.
+  It is the rate of the draw unless the loop lags behind it. None for fewer than two requests, or
+  where all came at once.
   """
-  arrivals_s = [r.arrival_s for r in records.values()]
+  arrivals_s = [e.time_s if e.seen_s is None else e.seen_s for e in log if isinstance(e, Arrived)]
   if len(arrivals_s) < 2 or max(arrivals_s) == min(arrivals_s):
     return None
   return (len(arrivals_s) - 1) / (max(arrivals_s) - min(arrivals_s))

@@ -284,12 +284,14 @@ def interference(
   A gap belongs to the pool that emitted its second token, and overlaps a step when some time lies
   in both: a step of that pool, or with `any_pool` of any (what a disaggregated run still feels). Of
   several long prompts in the gap the longest is named. `long_tokens` None takes 4 x the median
-  prompt of the log. None is the answer where no gap overlapped.
+  prompt of the log, or its longest prompt where none is as long. None is the answer where no gap
+  overlapped.
   """
   log = list(log)
   prompt_tokens = {e.request_id: e.num_prompt_tokens for e in log if isinstance(e, Arrived)}
   if long_tokens is None:
-    long_tokens = 4 * statistics.median(prompt_tokens.values()) if prompt_tokens else 0
+    lengths = prompt_tokens.values()
+    long_tokens = min(4 * statistics.median(lengths), max(lengths)) if prompt_tokens else 0
   steps = [e for e in log if isinstance(e, Step)]
   long_steps: dict[str, list[tuple[Step, list[int]]]] = {}  # by pool, in order of their ends
   for step in steps:

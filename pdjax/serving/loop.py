@@ -141,6 +141,7 @@ class _Loop:
         pool=pool and pool.name,
         num_prompt_tokens=request.num_prompt_tokens,
         max_tokens=request.sampling.max_tokens,
+        seen_s=max(request.arrival_s, turn.now_s),
       )
     )
     if pool is None:

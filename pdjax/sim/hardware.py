@@ -89,7 +89,7 @@ class Device:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-  """A way between two pools, one direction. Copies do not slow each other down.
+  """A way between two pools, one direction. A pool's copies take turns on it.
 
   Raises:
     ValueError: a negative latency or a rate that is not positive.

@@ -29,8 +29,8 @@ class SimTicket:
 class SimExecutor:
   """One pool's device. Keeps when its last step ends; steps queue, copies run beside them.
 
-  `step_s` is the latency model, `link` the way in from other pools. A copy of n tokens moves
-  n * `kv_bytes_per_token` bytes.
+  `step_s` is the latency model, `link` the way in from other pools: one copy after another. A copy
+  of n tokens moves n * `kv_bytes_per_token` bytes.
   """
 
   vocab_size: int | None = None
@@ -40,6 +40,7 @@ class SimExecutor:
     self._link = link
     self._kv_bytes_per_token = kv_bytes_per_token
     self._busy_until_s = 0.0
+    self._link_busy_until_s = 0.0
 
   def submit(self, plan: StepPlan, now_s: float) -> SimTicket:
     num_emitted = sum(s.emits_token for s in plan.prefills) + len(plan.decodes)
@@ -52,7 +53,9 @@ class SimExecutor:
   def import_(
     self, handle: Handle, *, row: int, page_ids: tuple[int, ...], now_s: float
   ) -> SimTicket:
-    return SimTicket(finish_s=to_ticks(now_s + self._link.copy_s(handle.num_bytes)))
+    start_s = max(now_s, self._link_busy_until_s)
+    self._link_busy_until_s = to_ticks(start_s + self._link.copy_s(handle.num_bytes))
+    return SimTicket(finish_s=self._link_busy_until_s)
 
   def drop(self, handle: Handle) -> None:
     pass  # nothing was kept

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import csv
-import math
 import os
 from typing import NamedTuple
 
 from pdjax.workloads.lengths import Lengths
+
+_LAST_S = 2.0**23  # 97 days: up to there times are exact (core/clock.py)
 
 
 class TraceRow(NamedTuple):
@@ -68,8 +69,8 @@ def _parse(record: dict[str | None, str | None]) -> TraceRow:
     except ValueError:
       kind = "number" if parse is float else "whole number"
       raise ValueError(f"{name}={text!r} is not a {kind}") from None
-    if parse is float and not 0 <= value < math.inf:
-      raise ValueError(f"{name}={text} must be finite and at least 0")
+    if parse is float and not 0 <= value <= _LAST_S:
+      raise ValueError(f"{name}={text} must be from 0 to {_LAST_S:.0f} seconds")
     if parse is int and value < 1:
       raise ValueError(f"{name}={text} must be at least 1")
     values.append(value)

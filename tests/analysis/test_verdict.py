@@ -294,6 +294,24 @@ def test_a_winner_whose_mean_hides_stalls_is_told_so():
   assert "But its ITL" not in words(even=Run().requests(20), late=late)
 
 
+def test_a_tail_within_the_target_is_no_stall():
+  tail = Run().requests(20, gaps_s=(0.0625,) * 7 + (0.1875,))
+  assert "But its ITL" not in words(tail=tail, late=Run().requests(20, queue_s=3.0))
+
+
+def test_a_full_decode_pool_is_not_called_a_prefill_queue():
+  """Back-pressure: prompts wait for a place to go, not for the prefill before them."""
+  full = Run().requests(20, queue_s=0.75, gaps_s=(3.0, *(0.125,) * 40), copy=(2.5, 0.125))
+  text = words(full=full)
+  assert "the decode pool is full, and prefill waits behind it" in text
+  assert "prefill queues" not in text
+
+
+def test_a_strategy_that_failed_throughout_ties_with_nobody():
+  text = words(works=Run().requests(1), fails=Run().fail(1))
+  assert "Choose works: 1 of 1" in text and "level" not in text
+
+
 def test_without_gaps_a_tie_goes_to_the_shorter_ttft():
   text = words(slow=Run().requests(5, gaps_s=(), prefill_s=0.75),
                fast=Run().requests(5, gaps_s=(), prefill_s=0.25))  # fmt: skip

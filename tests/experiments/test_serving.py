@@ -16,7 +16,7 @@ import pytest
 from experiments import compare, serving
 from experiments.program import Progress
 from experiments.serving import Experiment, check, compare_tokens, run_experiment, token_report
-from experiments.worlds import SimWorld
+from experiments.worlds import SimWorld, largest_budgets, make_cluster, make_pages
 from pdjax.analysis.verdict import analyse
 from pdjax.config import ExperimentConfig, WorkloadConfig, load_config
 from pdjax.core.clock import VirtualClock
@@ -24,6 +24,7 @@ from pdjax.core.events import Arrived, EventLog, Failed, Finished, Step, read_ev
 from pdjax.core.request import Request, SamplingParams
 from pdjax.metrics.goodput import Slo, attainment, summary
 from pdjax.metrics.latency import outcomes, phases, request_records
+from pdjax.scheduling.policies import UNMIXED
 from pdjax.workloads.lengths import Fixed
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -209,7 +210,7 @@ class InterruptedWorld(SimWorld):
 
 def interrupted(tmp_path, **when):
   checked = check(sim_config(), tmp_path / "out")
-  world = InterruptedWorld(checked.config, checked.config.workload.lengths.longest)
+  world = InterruptedWorld(checked.config, checked.config.workload.lengths.longest, 30)
   for name, value in when.items():
     setattr(world, name, value)
   return dataclasses.replace(checked, world=world)
@@ -255,7 +256,7 @@ def test_ctrl_c_during_warm_up_writes_nothing(tmp_path):
     def prepare(self, show):
       raise KeyboardInterrupt
 
-  world = Slow(checked.config, checked.config.workload.lengths.longest)
+  world = Slow(checked.config, checked.config.workload.lengths.longest, 30)
   with pytest.raises(KeyboardInterrupt):
     compare.run((dataclasses.replace(checked, world=world), None))
   assert not (tmp_path / "out").exists()
@@ -295,6 +296,24 @@ def test_a_real_ctrl_c_ends_a_program_with_130_and_its_results(tmp_path):
 # Are the tokens the same? -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
+def test_a_real_ctrl_c_during_warm_up_ends_with_130_and_no_crash(tmp_path):
+  """XLA compiles in threads then."""
+  program = subprocess.Popen(
+    [sys.executable, "-m", "experiments.compare", "--model=tiny", f"--out={tmp_path / 'out'}"],
+    cwd=ROOT,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+  for line in program.stderr:
+    if "shape" in line:
+      break
+  program.send_signal(signal.SIGINT)
+  _, rest = program.communicate(timeout=60)
+  assert program.returncode == 130, rest
+  assert "interrupted" in rest and not (tmp_path / "out").exists()
+
+
 class ScriptedWorld:
   """A world of which only the margins matter; remembers what it was asked."""
 
@@ -309,8 +328,11 @@ class ScriptedWorld:
 PROMPT = (7, 0, 9)
 
 
-def experiment_with(margin, **streams) -> Experiment:
-  """Runs that gave these token ids: a strategy -> a stream per request; None: it failed."""
+def experiment_with(margin, stops=False, **streams) -> Experiment:
+  """Runs that gave these token ids: a strategy -> a stream per request.
+
+  Fewer than 5 tokens: the request failed, or with `stops` ended by a stop id.
+  """
   slo, runs = Slo(ttft_s=1.0, tpot_s=1.0), {}
   for name, per_request in streams.items():
     log = EventLog()
@@ -335,7 +357,7 @@ def experiment_with(margin, **streams) -> Experiment:
             token_ids=(token_id,),
           )
         )
-      if len(ids) == 5:
+      if len(ids) == 5 or stops:
         log.append(Finished(time_s=3.0, request_id=i, pool="m", reason="length"))
       else:
         log.append(Failed(time_s=3.0, request_id=i, pool="m", reason="step failed"))
@@ -408,9 +430,44 @@ def test_streams_that_broke_off_are_compared_as_far_as_they_go():
   assert (num_compared, found.position, found.token_ids) == (5 + 2, 1, (7, 1))
 
 
+def test_a_stream_that_ended_early_differs_from_one_that_went_on():
+  experiment = experiment_with(0.0, stops=True, a=SAME, b=(SAME[0], (6, 7)))
+  _, data, is_wrong = token_report(experiment)
+  assert is_wrong and data["tokens_identical"] is False
+  (found,) = data["token_differences"]
+  assert (found["position"], found["token_ids"]) == (2, [8, None])
+
+
+def test_nothing_to_compare_is_not_called_identical():
+  _, data, is_wrong = token_report(experiment_with(0.0, a=((), ()), b=((), ())))
+  assert (data["tokens_identical"], is_wrong) == (None, False)
+
+
 def test_one_strategy_has_nothing_to_compare_with():
   text, data, is_wrong = token_report(experiment_with(0.0, a=SAME))
   assert (text, data["tokens_identical"], is_wrong) == ("", None, False)
+
+
+# What the engine compiles for ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [None, "sarathi", "prefill_first"])
+@pytest.mark.parametrize("num_rows", [2, 16, 256])
+def test_the_compiled_shapes_hold_the_budget_of_every_pool(policy, num_rows):
+  """Whatever the rows and the policy: no plan that a scheduler may make is without a shape."""
+  config = sim_config()
+  config = dataclasses.replace(
+    config,
+    scheduler=dataclasses.replace(config.scheduler, policy=policy, token_budget=300),
+    cache=dataclasses.replace(config.cache, num_rows=num_rows, layout="slots"),
+  )
+  pages = make_pages(config, (40, 5), None)
+  whole, mixed = largest_budgets(config, pages)
+  for strategy in STRATEGIES:
+    for pool in make_cluster(config, strategy, pages, lambda device: None).pools:
+      budget = pool.scheduler.config.token_budget
+      assert budget <= whole
+      assert budget <= mixed or pool.scheduler.policy.__name__ in UNMIXED
 
 
 # On the engine ------------------------------------------------------------------------------------

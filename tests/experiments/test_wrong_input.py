@@ -55,6 +55,21 @@ CASES = {
     ["--model=tiny", "--set", "cache.max_len=64"],
     ["workload.lengths", "448 prompt, 32 output", f"{LONGEST} tokens", "holds 64", "cache.max_len"],
   ),
+  "a policy for half of a request": (
+    "compare",
+    ["--model=tiny", "--set", "scheduler.policy=prefill_only"],
+    ["scheduler.policy=prefill_only", "half of a request", "sarathi"],
+  ),
+  "unknown policy": (
+    "compare",
+    ["--model=tiny", "--set", "scheduler.policy=saratih"],
+    ["unknown policy 'saratih'", "did you mean sarathi"],
+  ),
+  "a rate of nothing": (
+    "compare",
+    ["--model=tiny", "--set", "workload.rate_rps=1e-300"],
+    ["workload.rate_rps=1e-300"],
+  ),
   "budget below the rows": (
     "compare",
     ["--model=tiny", "--set", "scheduler.token_budget=4"],

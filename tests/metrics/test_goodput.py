@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pdjax.core.events import EventLog
+from pdjax.core.events import Arrived, EventLog
 from pdjax.metrics.goodput import (
   Slo,
   achieved_rate_rps,
@@ -52,7 +52,7 @@ def test_an_slo_is_positive(ttft_s, tpot_s):
 
 def test_rates_count_gaps_and_output(handoff_log):
   records = request_records(handoff_log)
-  assert achieved_rate_rps(records) == 2.0  # two gaps in one second
+  assert achieved_rate_rps(handoff_log) == 2.0  # two gaps in one second
   assert output_tokens_per_s(records) == 6 / 5  # 3 + 2 + 1 tokens, 0 to 5 s
 
 
@@ -65,7 +65,7 @@ def test_an_empty_log_gives_none_and_not_zero():
   records = request_records(EventLog())
   for share in (attainment, attainment_ttft, attainment_tpot):
     assert share(records, GENEROUS) is None
-  assert achieved_rate_rps(records) is None
+  assert achieved_rate_rps(EventLog()) is None
   assert output_tokens_per_s(records) is None
   data = summary(records, EventLog(), slo=GENEROUS)
   assert data["num_requests"] == data["num_failed"] == data["handoff_bytes"] == 0
@@ -74,8 +74,19 @@ def test_an_empty_log_gives_none_and_not_zero():
 
 
 def test_one_arrival_has_no_rate(handoff_log):
-  records = request_records(handoff_log)
-  assert achieved_rate_rps({0: records[0]}) is None
+  first = next(e for e in handoff_log if isinstance(e, Arrived))
+  assert achieved_rate_rps([first]) is None
+
+
+def test_the_achieved_rate_is_that_of_the_loop_not_of_the_draw():
+  """Due every second, taken in every two: a loop that lags shows."""
+  log = [
+    Arrived(
+      time_s=float(i), request_id=i, pool="m", num_prompt_tokens=1, max_tokens=1, seen_s=2.0 * i
+    )
+    for i in range(5)
+  ]
+  assert achieved_rate_rps(log) == 0.5
 
 
 def test_summary_is_json_with_the_agreed_keys(handoff_log):

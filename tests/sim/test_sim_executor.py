@@ -86,3 +86,14 @@ def test_a_copy_moves_the_bytes_of_its_tokens_beside_the_steps():
   assert ticket.finish_s == 1.0 + 0.5 + 6 * 32 / 64
   assert ticket.result() is None
   source.drop(handle)
+
+
+def test_a_link_never_carries_more_than_its_rate():
+  """Copies that begin together take turns."""
+  source, target = executor(), executor()
+  handles = [export(source, num_tokens=6) for _ in range(3)]
+  tickets = [target.import_(h, row=i, page_ids=(i,), now_s=1.0) for i, h in enumerate(handles)]
+  one_s = 0.5 + 6 * 32 / 64
+  assert [t.finish_s for t in tickets] == [1.0 + one_s * (i + 1) for i in range(3)]
+  late = target.import_(handles[0], row=3, page_ids=(3,), now_s=100.0)
+  assert late.finish_s == 100.0 + one_s
