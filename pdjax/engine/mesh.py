@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import os
 
 import jax
 import numpy as np
 
 from pdjax.models.model import TENSOR_AXIS
 
+CPU_DEVICES_PER_CORE = 4
+
 
 def ensure_devices(num_devices: int) -> list[jax.Device]:
   """The first `num_devices` devices. Splits the CPU into that many where JAX has not started yet.
 
+  A CPU counts for `CPU_DEVICES_PER_CORE` devices a core: more share a core and each has a copy of
+  the weights.
+
   Raises:
     ValueError: fewer devices exist than asked for.
   """
+  most = CPU_DEVICES_PER_CORE * (os.cpu_count() or 1)
   # Only the CPU can be split, and only before the first use of JAX in this process. (That JAX has
   # started already is a RuntimeError here, and no reason to fail if it has devices enough.)
   with contextlib.suppress(RuntimeError):
-    jax.config.update("jax_num_cpu_devices", num_devices)
+    jax.config.update("jax_num_cpu_devices", min(num_devices, most))
   devices = jax.devices()
   if len(devices) < num_devices:
     raise ValueError(
