@@ -114,6 +114,7 @@ def limits(config: ExperimentConfig, spec: PoolSpec, pages: PageConfig) -> Sched
   return SchedulerConfig(
     token_budget=whole if spec.takes_whole_prompts else config.scheduler.token_budget,
     chunk_prompts=not spec.takes_whole_prompts,
+    decodes=spec.role != "prefill",
     watermark=config.scheduler.watermark,
   )
 

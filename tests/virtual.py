@@ -68,7 +68,12 @@ def make_pool(
     num_pages=num_pages,
     contiguous=contiguous,
   )
-  config = SchedulerConfig(token_budget=budget, chunk_prompts=chunk_prompts, watermark=watermark)
+  config = SchedulerConfig(
+    token_budget=budget,
+    chunk_prompts=chunk_prompts,
+    decodes=role != "prefill",
+    watermark=watermark,
+  )
   policy = POLICIES[policy] if isinstance(policy, str) else policy
   return Pool(
     name,

@@ -30,7 +30,8 @@ class Policy(Protocol):
 class SchedulerConfig:
   """The limits of a step.
 
-  `chunk_prompts` False gives a prompt all its tokens in one step or none. `watermark` is the share
+  `chunk_prompts` False gives a prompt all its tokens in one step or none. `decodes` False is a pool
+  whose sequences leave with their first token: only prompts need room. `watermark` is the share
   of the pages that admission leaves free for running sequences to grow into (not in an empty pool).
 
   Raises:
@@ -39,6 +40,7 @@ class SchedulerConfig:
 
   token_budget: int
   chunk_prompts: bool = True
+  decodes: bool = True
   watermark: float = 0.01
 
   def __post_init__(self):
@@ -98,12 +100,12 @@ class Scheduler:
 
   # Requests in and out -------------------------------------------------------------------------
 
-  def refusal(self, request: Request, *, decodes: bool = True) -> str | None:
-    """Why `request` can never run here, or None. `decodes` False: only its prompt must fit."""
-    need = request.max_cached_tokens if decodes else request.num_prompt_tokens
+  def refusal(self, request: Request) -> str | None:
+    """Why `request` can never run here, or None."""
+    need = request.max_cached_tokens if self.config.decodes else request.num_prompt_tokens
     capacity = self.pages.config.capacity_tokens
     if need > capacity:
-      what = "prompt + max_tokens - 1" if decodes else "prompt"
+      what = "prompt + max_tokens - 1" if self.config.decodes else "prompt"
       return f"{what} = {need} tokens, but the pool holds {capacity}"
     if not self.config.chunk_prompts and need > self.config.token_budget:
       # After a preemption the generated tokens are prefill too, hence `need` and not the prompt.
@@ -223,7 +225,7 @@ class Scheduler:
     self.pages.check()
     queues = [*self.waiting.values(), *self.running.values()]
     assert self.prefill_tokens_left == sum(_prefill_left(s) for s in queues)
-    assert self.output_tokens_left == sum(_output_left(s) for s in queues)
+    assert self.output_tokens_left == sum(self._output_left(s) for s in queues)
     held = {s.row for s in [*self.running.values(), *self.leaving.values()]}
     assert len(held) == len(self.running) + len(self.leaving), "two sequences share a row"
     assert self.pages_owed.keys() <= self.running.keys(), "pages are kept for one that is gone"
@@ -264,7 +266,7 @@ class Scheduler:
       outcome.failed.append((seq, errors.get(seq.request_id, "no token came back")))
       return
     seq.output_ids.append(token)
-    self.output_tokens_left -= 1
+    self.output_tokens_left -= self.config.decodes
     outcome.emitted.append((seq, token))
     try:
       reason = finish_reason(seq)
@@ -287,15 +289,17 @@ class Scheduler:
 
   def _count(self, seq: Sequence, sign: int) -> None:
     self.prefill_tokens_left += sign * _prefill_left(seq)
-    self.output_tokens_left += sign * _output_left(seq)
+    self.output_tokens_left += sign * self._output_left(seq)
+
+  def _output_left(self, seq: Sequence) -> int:
+    """Tokens that this pool has yet to decode for `seq`."""
+    if not self.config.decodes:
+      return 0
+    return seq.request.sampling.max_tokens - len(seq.output_ids)
 
 
 def _prefill_left(seq: Sequence) -> int:
   return max(0, seq.num_prefill_tokens - seq.num_computed_tokens)
-
-
-def _output_left(seq: Sequence) -> int:
-  return seq.request.sampling.max_tokens - len(seq.output_ids)
 
 
 class StepBuilder:

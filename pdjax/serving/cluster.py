@@ -84,7 +84,7 @@ class Cluster:
     # Any entry pool may be routed to, and any decode pool may be picked: all must do.
     hands_off = bool(self.decode) and request.sampling.max_tokens > 1
     for pool in self.entry + (self.decode if hands_off else []):
-      reason = pool.scheduler.refusal(request, decodes=pool.role != "prefill")
+      reason = pool.scheduler.refusal(request)
       if reason is not None:
         return f"{pool.name}: {reason}"
     return None

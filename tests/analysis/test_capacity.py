@@ -114,6 +114,7 @@ def serve_far_above_capacity(strategy: str) -> tuple[float, float]:
     limits = SchedulerConfig(
       token_budget=128 if spec.takes_whole_prompts else 32,
       chunk_prompts=not spec.takes_whole_prompts,
+      decodes=spec.role != "prefill",
     )
     executor = SimExecutor(
       step_s=additive_step_s,

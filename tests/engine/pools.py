@@ -69,6 +69,7 @@ def make_cluster(
     limits = SchedulerConfig(
       token_budget=engine.pages.capacity_tokens if spec.takes_whole_prompts else budget,
       chunk_prompts=not spec.takes_whole_prompts,
+      decodes=spec.role != "prefill",
     )
     scheduler = Scheduler(POLICIES[spec.policy], pages, limits)
     if shuffle is not None and not pages.contiguous:

@@ -41,6 +41,15 @@ def test_the_least_loaded_pool_wins_and_the_first_among_equals():
   assert least_outstanding_tokens(pools, new) == 0
 
 
+def test_a_prefill_pool_counts_no_output_that_another_pool_will_decode():
+  pools = [
+    make_pool(f"prefill{i}", role="prefill", policy="prefill_only").scheduler for i in (0, 1)
+  ]
+  pools[0].add(Sequence(make_request(0, 4, 100)))
+  pools[1].add(Sequence(make_request(1, 5, 1)))
+  assert least_outstanding_tokens(pools, make_request(9, 1, 1)) == 0
+
+
 def test_the_counts_follow_progress():
   scheduler = make_pool(budget=6).scheduler
   scheduler.add(Sequence(make_request(0, 10, 3)))

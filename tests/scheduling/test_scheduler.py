@@ -511,7 +511,9 @@ def test_the_longest_request_fits_and_one_token_more_is_refused(num_prompt_token
   more = make_sequence(0, num_prompt_tokens, max_tokens + 1).request
   assert scheduler.refusal(fits) is None
   assert scheduler.refusal(more) == "prompt + max_tokens - 1 = 17 tokens, but the pool holds 16"
-  assert scheduler.refusal(more, decodes=False) is None
+  config = dataclasses.replace(scheduler.config, decodes=False)
+  prefill_pool = Scheduler(scheduler.policy, scheduler.pages.config, config)
+  assert prefill_pool.refusal(more) is None, "a prefill pool holds the prompt alone"
 
 
 def test_whole_prompts_longer_than_the_budget_are_refused():
