@@ -34,17 +34,20 @@ from experiments.serving import (
   write_results,
   write_summary,
 )
-from pdjax.config import load_config
+from pdjax.config import ExperimentConfig, load_config
 from pdjax.metrics.latency import outcomes
 
 SIMULATED = "configs/llama3_8b_a100.py"
 
 
 def prepare() -> tuple[Checked, Checked | None]:
-  """The comparison, and its simulated twin where it runs on the engine."""
   names = None if FLAGS.strategies is None else _split(FLAGS.strategies)
-  config = config_from_flags(strategies=names)
-  out = out_folder("compare")
+  return check_with_twin(config_from_flags(strategies=names), "compare")
+
+
+def check_with_twin(config: ExperimentConfig, program: str) -> tuple[Checked, Checked | None]:
+  """The experiment, and its simulated twin where it runs on the engine."""
+  out = out_folder(program)
   twin = None
   if config.backend == "jax":
     simulated = load_config(ROOT / SIMULATED)
