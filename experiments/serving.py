@@ -95,12 +95,11 @@ def check(config: ExperimentConfig, out: pathlib.Path) -> Checked:
       cluster = make_cluster(config, strategy, world.pages, lambda device: _Nowhere())
     except ValueError as error:
       raise ValueError(f"strategy {strategy} cannot run: {error}") from error
-    rows = trace or [TraceRow(0.0, *longest)]
-    for number, row in enumerate(rows):
-      request = _request(number, 0.0, row.prompt_tokens, row.output_tokens)
+    for row in trace or [TraceRow(0.0, *longest, line=0)]:
+      request = _request(0, 0.0, row.prompt_tokens, row.output_tokens)
       reason = cluster.refusal(request)
       if reason is not None:
-        where = f"{workload.trace}: row {number + 1}" if trace else "workload.lengths: the longest"
+        where = f"{workload.trace}:{row.line}" if trace else "workload.lengths: the longest"
         raise ValueError(
           f"{where} ({row.prompt_tokens} prompt, {row.output_tokens} output tokens) cannot run "
           f"under {strategy}: {reason}; shorten it, or raise cache.max_len, cache.num_pages or "

@@ -11,10 +11,14 @@ from pdjax.workloads.lengths import Lengths
 _LAST_S = 2.0**23  # 97 days: up to there times are exact (core/clock.py)
 
 
+_COLUMNS = (("arrival_s", float), ("prompt_tokens", int), ("output_tokens", int))
+
+
 class TraceRow(NamedTuple):
   arrival_s: float
   prompt_tokens: int
   output_tokens: int
+  line: int  # of the file
 
   @property
   def lengths(self) -> Lengths:
@@ -39,11 +43,11 @@ def read_trace(path: str | os.PathLike[str]) -> list[TraceRow]:
   reader = csv.DictReader(lines, strict=True, skipinitialspace=True)
   rows: list[TraceRow] = []
   try:
-    missing = [name for name in TraceRow._fields if name not in (reader.fieldnames or ())]
+    missing = [name for name, _ in _COLUMNS if name not in (reader.fieldnames or ())]
     if missing:
       raise ValueError(f"no column {', '.join(missing)} (found: {reader.fieldnames})")
     for record in reader:
-      row = _parse(record)
+      row = _parse(record, reader.reader.line_num)
       if rows and row.arrival_s < rows[-1].arrival_s:
         raise ValueError(
           f"arrival_s={row.arrival_s} is before the row above ({rows[-1].arrival_s})"
@@ -56,11 +60,11 @@ def read_trace(path: str | os.PathLike[str]) -> list[TraceRow]:
   return rows
 
 
-def _parse(record: dict[str | None, str | None]) -> TraceRow:
+def _parse(record: dict[str | None, str | None], line: int) -> TraceRow:
   if None in record:
     raise ValueError(f"more values than columns: {record[None]}")
   values = []
-  for name, parse in (("arrival_s", float), ("prompt_tokens", int), ("output_tokens", int)):
+  for name, parse in _COLUMNS:
     text = record[name]
     if text is None or not text.strip():
       raise ValueError(f"{name} is missing")
@@ -74,4 +78,4 @@ def _parse(record: dict[str | None, str | None]) -> TraceRow:
     if parse is int and value < 1:
       raise ValueError(f"{name}={text} must be at least 1")
     values.append(value)
-  return TraceRow(*values)
+  return TraceRow(*values, line)

@@ -153,7 +153,7 @@ CASES = {
   "trace too long for the cache": (
     "compare",
     ["--model=tiny", "--trace=long.csv", "--set", "cache.max_len=96"],
-    ["long.csv: row 2", "100 prompt, 5 output", "104 tokens", "holds 96"],
+    ["long.csv:3", "100 prompt, 5 output", "104 tokens", "holds 96"],
   ),
   "one device for two roles": (
     "compare",

@@ -19,14 +19,15 @@ def write(tmp_path, text, encoding="utf-8"):
 
 def test_rows_are_read_in_order(tmp_path):
   rows = read_trace(write(tmp_path, HEADER + "0,100,20\n1.5,7,1\n1.5,8,2\n"))
-  assert rows == [(0.0, 100, 20), (1.5, 7, 1), (1.5, 8, 2)]
+  assert rows == [(0.0, 100, 20, 2), (1.5, 7, 1, 3), (1.5, 8, 2, 4)]  # the last is the line
   assert [row.lengths for row in rows] == [(100, 20), (7, 1), (8, 2)]
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
 def test_other_columns_orders_and_line_ends_are_read_alike(tmp_path, encoding):
   text = "user,output_tokens,arrival_s,prompt_tokens\r\nann,20,0,100\r\n\r\nbob, 1, 1.5, 7"
-  assert read_trace(write(tmp_path, text, encoding)) == [(0.0, 100, 20), (1.5, 7, 1)]
+  rows = read_trace(write(tmp_path, text, encoding))
+  assert rows == [(0.0, 100, 20, 2), (1.5, 7, 1, 4)]  # blank lines count as lines
 
 
 @pytest.mark.parametrize(
