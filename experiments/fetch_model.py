@@ -20,6 +20,8 @@ import zlib
 
 from absl import app, flags
 
+from pdjax.core.names import pick
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
@@ -65,9 +67,7 @@ def fetch(name: str, out: pathlib.Path | None = None) -> pathlib.Path:
     FetchError: no download, or not of the expected file.
     ValueError: an unknown name.
   """
-  if name not in CHECKPOINTS:
-    raise ValueError(f"unknown model {name!r}: can fetch {', '.join(sorted(CHECKPOINTS))}")
-  checkpoint = CHECKPOINTS[name]
+  checkpoint = pick(CHECKPOINTS, name, "model")
   folder = _cache_folder() if out is None else pathlib.Path(out)
   target = folder / checkpoint.file_name
   try:

@@ -96,7 +96,12 @@ def check(config: ExperimentConfig, out: pathlib.Path) -> Checked:
     except ValueError as error:
       raise ValueError(f"strategy {strategy} cannot run: {error}") from error
     for row in trace or [TraceRow(0.0, *longest, line=0)]:
-      request = _request(0, 0.0, row.prompt_tokens, row.output_tokens)
+      request = Request(
+        request_id=0,
+        arrival_s=0.0,
+        num_prompt_tokens=row.prompt_tokens,
+        sampling=SamplingParams(max_tokens=row.output_tokens),
+      )
       reason = cluster.refusal(request)
       if reason is not None:
         where = f"{workload.trace}:{row.line}" if trace else "workload.lengths: the longest"
@@ -125,15 +130,6 @@ def _longest_of(trace: Sequence[TraceRow]) -> tuple[int, int]:
   prompt, output = max((r.lengths for r in trace), key=sum)
   longest_prompt = max(r.prompt_tokens for r in trace)
   return max((prompt, output), (longest_prompt, prompt + output - longest_prompt))
-
-
-def _request(number: int, arrival_s: float, prompt_tokens: int, output_tokens: int) -> Request:
-  return Request(
-    request_id=number,
-    arrival_s=arrival_s,
-    num_prompt_tokens=prompt_tokens,
-    sampling=SamplingParams(max_tokens=output_tokens),
-  )
 
 
 # The run ------------------------------------------------------------------------------------------

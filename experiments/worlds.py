@@ -149,11 +149,10 @@ class SimWorld:
         f"weights of {self.model.name} on {device.name}: {fits} do"
       )
     self.label = f"simulated {self.model.name} on {config.num_devices} x {device.label}"
-    peaks = ", and from data-sheet peaks: too fast by a third or more"
-    self.caveats = [
-      f"step times are a latency model's, not measured{'' if device.is_calibrated else peaks}",
-      *_beyond_training(self.model, longest),
-    ]
+    caveat = "step times are a latency model's, not measured"
+    if not device.is_calibrated:
+      caveat += ", and from data-sheet peaks: too fast by a third or more"
+    self.caveats = [caveat, *_beyond_training(self.model, longest)]
 
   def load(self) -> None:
     pass
