@@ -6,18 +6,50 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-  """A decoder-only transformer.
+class RopeScaling:
+  """How RoPE frequencies are changed for contexts longer than those of pre-training.
 
-  `gated_mlp`: gate, up and down matrices (SwiGLU) instead of up and down. `family` names the
-  architecture; the engine runs `llama`, the latency models take any.
+  `linear` divides all by `factor` (Chen et al. 2023). `llama3` divides those whose wavelength is
+  above `original_max_len / low_freq_factor`, keeps those below `original_max_len /
+  high_freq_factor`, and goes over smoothly between (Llama 3.1's rule).
 
   Raises:
-    ValueError: heads that are no multiple of kv heads, or a size below 1.
+    ValueError: an unknown kind, or a value outside its range.
+  """
+
+  kind: str
+  factor: float
+  low_freq_factor: float = 1.0
+  high_freq_factor: float = 4.0
+  original_max_len: int = 8192
+
+  def __post_init__(self):
+    if self.kind not in ("linear", "llama3"):
+      raise ValueError(f"RoPE scaling {self.kind!r} is not supported (supported: linear, llama3)")
+    for field in ("factor", "low_freq_factor", "original_max_len"):
+      if not getattr(self, field) > 0:
+        raise ValueError(f"RoPE scaling: {field}={getattr(self, field)} must be positive")
+    if self.high_freq_factor <= self.low_freq_factor:
+      raise ValueError(
+        f"RoPE scaling: high_freq_factor={self.high_freq_factor} must be above "
+        f"low_freq_factor={self.low_freq_factor}"
+      )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+  """A decoder-only transformer. What tells families apart is here, not in copies of the model.
+
+  `gated_mlp`: gate, up and down matrices (SwiGLU) instead of up and down. `parallel_residual`:
+  attention and MLP read the same residual and are added together (Falcon); with `shared_norm`
+  through one norm. `sliding_window`: a token sees so many, itself included, in the layers from
+  `first_window_layer` on. `qk_norm`: an RMSNorm of each head of q and k before RoPE (Qwen 3).
+
+  Raises:
+    ValueError: heads that are no multiple of kv heads, a size below 1, or an unknown choice.
   """
 
   name: str
-  family: str = "llama"
   num_layers: int
   d_model: int
   num_heads: int
@@ -26,10 +58,22 @@ class ModelConfig:
   d_ff: int
   vocab_size: int
   max_len: int  # longest sequence it was trained for
-  gated_mlp: bool = True
-  tie_embeddings: bool = False
-  rope_theta: float = 10_000.0
+  norm: str = "rms"  # rms, layer
   norm_eps: float = 1e-5
+  position: str = "rope"  # rope, learned
+  rope_theta: float = 10_000.0
+  rope_scaling: RopeScaling | None = None
+  activation: str = "silu"  # silu, gelu (exact), relu
+  gated_mlp: bool = True
+  qkv_bias: bool = False
+  out_bias: bool = False  # of attention's output matrix
+  mlp_bias: bool = False
+  qk_norm: bool = False
+  parallel_residual: bool = False
+  shared_norm: bool = False
+  sliding_window: int | None = None
+  first_window_layer: int = 0
+  tie_embeddings: bool = False
 
   def __post_init__(self):
     for field in ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff",
@@ -41,6 +85,25 @@ class ModelConfig:
         f"model {self.name}: num_heads={self.num_heads} is no multiple of "
         f"num_kv_heads={self.num_kv_heads}"
       )
+    for field, choices in (
+      ("norm", ("rms", "layer")),
+      ("position", ("rope", "learned")),
+      ("activation", ("silu", "gelu", "relu")),
+    ):
+      if getattr(self, field) not in choices:
+        raise ValueError(
+          f"model {self.name}: {field}={getattr(self, field)!r} must be one of {choices}"
+        )
+    if self.position == "rope" and self.head_dim % 2:
+      raise ValueError(f"model {self.name}: head_dim={self.head_dim} must be even for RoPE")
+    if self.shared_norm and not self.parallel_residual:
+      raise ValueError(f"model {self.name}: shared_norm needs parallel_residual")
+    if self.sliding_window is not None and self.sliding_window < 1:
+      raise ValueError(f"model {self.name}: sliding_window={self.sliding_window} must be positive")
+
+  def window(self, layer: int) -> int | None:
+    """How many tokens a token of `layer` sees, itself included; None for all."""
+    return self.sliding_window if layer >= self.first_window_layer else None
 
   @property
   def attention_params(self) -> int:

@@ -35,23 +35,33 @@ def build_executors(
   model: Model,
   pages: PageConfig,
   buckets: Buckets,
-  devices: list[jax.Device],
+  groups: Sequence[Sequence[jax.Device]],
   *,
   layout: str,
-) -> tuple[list[JaxExecutor], Steps]:
-  """One executor a device. They share their steps: traced once, compiled once for each device."""
-  kv_layout = model.layout(
-    kind=layout,
-    num_rows=pages.num_rows,
-    page_size=pages.page_size,
-    pages_per_row=pages.pages_per_row,
-    num_pages=pages.num_pages,
-  )
-  steps = Steps(model, kv_layout)
-  executors = [
-    JaxExecutor(model, steps, pages, kv_layout, buckets, make_mesh([device])) for device in devices
-  ]
-  return executors, steps
+) -> list[JaxExecutor]:
+  """One executor for each group of devices, over which the model is split.
+
+  Groups of one size share their steps: traced once, compiled once for each group.
+
+  Raises:
+    ValueError: the model cannot be split over a group.
+  """
+  steps: dict[int, Steps] = {}
+  executors = []
+  for group in groups:
+    tp = len(group)
+    kv_layout = model.layout(
+      kind=layout,
+      num_rows=pages.num_rows,
+      page_size=pages.page_size,
+      pages_per_row=pages.pages_per_row,
+      num_pages=pages.num_pages,
+      tp=tp,
+    )
+    if tp not in steps:
+      steps[tp] = Steps(model, kv_layout)
+    executors.append(JaxExecutor(model, steps[tp], pages, kv_layout, buckets, make_mesh(group)))
+  return executors
 
 
 def warm_up(executors: Sequence[JaxExecutor], roles: Sequence[Collection[str]]) -> Iterator[str]:

@@ -17,7 +17,7 @@ from pdjax.engine.mesh import replicated
 from pdjax.engine.steps import Steps
 from pdjax.engine.transfer import TransferTicket
 from pdjax.models.kv_cache import KVLayout, init_cache
-from pdjax.models.model import Model
+from pdjax.models.model import Model, axes_sharding
 from pdjax.scheduling.pages import PageConfig
 from pdjax.scheduling.probe import probe_plan
 from pdjax.serving.executor import Handle
@@ -57,11 +57,12 @@ class JaxExecutor:
     buckets: Buckets,
     mesh: jax.sharding.Mesh,
   ):
-    self._sharding = replicated(mesh)
+    self.steps = steps
     self._params = model.to(mesh).params
-    self._steps, self._pages, self._layout, self._buckets = steps, pages, layout, buckets
-    self._cache = init_cache(layout, self._sharding)
-    self._last_token = jax.device_put(jnp.zeros(pages.num_rows, jnp.int32), self._sharding)
+    self._pages, self._layout, self._buckets = pages, layout, buckets
+    self._pieces_sharding = axes_sharding("2 L K P h", layout.pieces_shape(1), mesh)
+    self._cache = init_cache(layout, axes_sharding("N K P h", layout.shape, mesh))
+    self._last_token = jax.device_put(jnp.zeros(pages.num_rows, jnp.int32), replicated(mesh))
     self.vocab_size: int = model.config.vocab_size
     self._rows = self._new_rows()
 
@@ -72,9 +73,9 @@ class JaxExecutor:
   def submit(self, plan: StepPlan, now_s: float) -> StepTicket:
     inputs = step_inputs(plan, self._buckets, self._rows)
     step = {
-      "prefill": self._steps.prefill_step,
-      "decode": self._steps.decode_step,
-      "mixed": self._steps.mixed_step,
+      "prefill": self.steps.prefill_step,
+      "decode": self.steps.decode_step,
+      "mixed": self.steps.mixed_step,
     }[plan.kind]
     self._cache, self._last_token, ids = step(self._params, self._cache, self._last_token, inputs)
     return StepTicket(ids, plan, inputs.sample_rows < self._pages.num_rows)
@@ -84,7 +85,7 @@ class JaxExecutor:
     return dataclasses.replace(
       handle,
       num_bytes=handle.num_tokens * self._layout.bytes_per_token,
-      payload=self._steps.gather_pages(self._cache, self._pad(used)),
+      payload=self.steps.gather_pages(self._cache, self._pad(used)),
     )
 
   def import_(
@@ -98,7 +99,7 @@ class JaxExecutor:
     self._rows.seat(row, handle.request_id, handle.sampling)
 
     def insert(pieces: jax.Array) -> None:
-      self._cache, self._last_token = self._steps.scatter_pages(
+      self._cache, self._last_token = self.steps.scatter_pages(
         self._cache,
         self._last_token,
         self._pad(page_ids[:num_used]),
@@ -107,7 +108,7 @@ class JaxExecutor:
         np.int32(handle.first_token_id),
       )
 
-    return TransferTicket(handle.payload, self._sharding, insert)
+    return TransferTicket(handle.payload, self._pieces_sharding, insert)
 
   def drop(self, handle: Handle) -> None:
     """The payload goes with the last reference to the handle."""
@@ -134,7 +135,7 @@ class JaxExecutor:
       plan = dataclasses.replace(plan, prefills=(part,))
       if start + largest >= len(token_ids):
         inputs = step_inputs(plan, self._buckets, self._rows)
-        logits = self._steps.last_logits(self._params, self._cache, inputs)[0]
+        logits = self.steps.last_logits(self._params, self._cache, inputs)[0]
       else:
         self.submit(plan, 0.0).result()
     self.reset()
@@ -196,7 +197,7 @@ class JaxExecutor:
 
   def _import_pages(self, num_pages: int) -> None:
     pages = tuple(range(num_pages))
-    shape = jax.eval_shape(self._steps.gather_pages, self._cache, self._pad(pages))
+    shape = jax.eval_shape(self.steps.gather_pages, self._cache, self._pad(pages))
     handle = dataclasses.replace(
       self._hand_over(num_pages), payload=jnp.zeros(shape.shape, shape.dtype)
     )

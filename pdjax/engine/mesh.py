@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -36,7 +37,7 @@ def ensure_devices(num_devices: int) -> list[jax.Device]:
   return devices[:num_devices]
 
 
-def make_mesh(devices: list[jax.Device]) -> jax.sharding.Mesh:
+def make_mesh(devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
   """A pool's mesh: its devices along the tensor axis."""
   return jax.sharding.Mesh(np.array(devices), (TENSOR_AXIS,))
 

@@ -105,15 +105,17 @@ def attend(
   tables: jax.Array,  # [B, P]
   layer_cache: LayerCache,
   *,
+  window: int | None = None,
   block_size: int = DECODE_KEY_BLOCK,
 ) -> jax.Array:  # [B, t, H, h]
   """Attends t tokens of each of B rows to all cached positions up to their own.
 
-  Reads up to the largest position in steps of about `block_size` keys. What the cache holds beyond
+  With a `window`, only to the last so many. Reads up to the largest position (and with a window
+  from the first one that any token sees) in steps of about `block_size` keys. What the cache holds beyond
   a position does not matter, not even NaN. Padding gives something finite.
   """
   num_rows, num_tokens, num_heads, head_dim = q.shape
-  page_size, num_kv_heads = layout.page_size, layout.num_kv_heads
+  page_size, num_kv_heads = layout.page_size, layout.num_kv_heads * layout.kv_copies
   block = page_size * max(1, min(block_size // page_size, layout.pages_per_row))
   group = num_heads // num_kv_heads
   q = q.reshape(num_rows, num_tokens, num_kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
@@ -125,10 +127,16 @@ def attend(
     key_positions = start + jnp.arange(block)
     k, v = kv_cache.fetch_block(layout, layer_cache, tables, start, block)
     mask = (key_positions <= positions[..., None]) & (key_positions >= i * block)
+    if window is not None:
+      mask &= key_positions > positions[..., None] - window
     v = jnp.where(mask.any(1)[:, None, :, None], v, 0)  # 0 * NaN is NaN
     return reduction.step(carry, q, k, v, key_positions, mask)
 
-  carry = lax.fori_loop(0, positions.max() // block + 1, body, reduction.init(q))
+  first = 0
+  if window is not None:
+    earliest = jnp.where(positions < 0, layout.max_len, positions).min() - window + 1
+    first = jnp.maximum(earliest, 0) // block
+  carry = lax.fori_loop(first, positions.max() // block + 1, body, reduction.init(q))
   out = reduction.finish(carry).transpose(0, 3, 1, 2, 4)
   return out.reshape(num_rows, num_tokens, num_heads, head_dim).astype(q.dtype)
 
@@ -137,28 +145,30 @@ def _take(x: jax.Array, places: jax.Array, fill: int) -> jax.Array:  # [T, ...] 
   return x.at[places].get(mode="fill", fill_value=fill)
 
 
-def _attend_tiles(layout, reduction, q, positions, prefill, layer_cache):
+def _attend_tiles(layout, reduction, q, positions, prefill, layer_cache, window):
   """Attends tile by tile, so that each reads no more keys than its own row and place need."""
   tiles = _take(q, prefill.places, 0)  # [n_tiles, tile, H, h]
   positions = _take(positions, prefill.places, -1)
 
   def body(i, out):
     q, p, table = (lax.dynamic_slice_in_dim(x, i, 1) for x in (tiles, positions, prefill.tables))
-    tile = attend(layout, reduction, q, p, table, layer_cache, block_size=PREFILL_KEY_BLOCK)
+    tile = attend(
+      layout, reduction, q, p, table, layer_cache, window=window, block_size=PREFILL_KEY_BLOCK
+    )
     return lax.dynamic_update_slice_in_dim(out, tile, i, 0)
 
   return lax.fori_loop(0, prefill.num_tiles, body, jnp.zeros_like(tiles))
 
 
-def _attend_rows(layout, reduction, q, positions, decode, layer_cache):
-  rows, positions = _take(q, decode.places, 0), _take(positions, decode.places, -1)
-  out = attend(layout, reduction, rows[:, None], positions[:, None], decode.tables, layer_cache)
+def _attend_rows(layout, reduction, q, positions, decode, layer_cache, window):
+  rows, positions = _take(q, decode.places, 0)[:, None], _take(positions, decode.places, -1)[:, None]
+  out = attend(layout, reduction, rows, positions, decode.tables, layer_cache, window=window)
   return out[:, 0]
 
 
 Attend = Callable[
-  [jax.Array, jax.Array, jax.Array, LayerCache], tuple[jax.Array, LayerCache]
-]  # q [T, H, h], k and v [T, K, h], a layer's cache -> out [T, H, h], the layer's cache
+  [jax.Array, jax.Array, jax.Array, LayerCache, int | None], tuple[jax.Array, LayerCache]
+]  # q [T, H, h], k and v [T, K, h], a layer's cache, its window -> out [T, H, h], the layer's cache
 
 
 def make_attend(layout: KVLayout, reduction: Reduction, batch: StepBatch) -> Attend:
@@ -175,14 +185,14 @@ def make_attend(layout: KVLayout, reduction: Reduction, batch: StepBatch) -> Att
     where = kv_cache.locate(layout, tables, _take(positions, places, -1))
     outer, inner = (x.at[places].set(w, mode="drop") for x, w in zip((outer, inner), where))
 
-  def attend_step(q, k, v, layer_cache):
-    layer_cache = kv_cache.write(layer_cache, outer, inner, k, v)
+  def attend_step(q, k, v, layer_cache, window):
+    layer_cache = kv_cache.write(layout, layer_cache, outer, inner, k, v)
     out = jnp.zeros_like(q)
     if prefill is not None:
-      tiles = _attend_tiles(layout, reduction, q, positions, prefill, layer_cache)
+      tiles = _attend_tiles(layout, reduction, q, positions, prefill, layer_cache, window)
       out = out.at[prefill.places].set(tiles, mode="drop")
     if decode is not None:
-      rows = _attend_rows(layout, reduction, q, positions, decode, layer_cache)
+      rows = _attend_rows(layout, reduction, q, positions, decode, layer_cache, window)
       out = out.at[decode.places].set(rows, mode="drop")
     return out, layer_cache
 

@@ -20,7 +20,6 @@ _FACTORS = (1, 2654435769)
 
 CHECKSUM = ModelConfig(
   name="checksum",
-  family="checksum",
   num_layers=len(_FACTORS),
   d_model=1,
   num_heads=1,
@@ -29,6 +28,7 @@ CHECKSUM = ModelConfig(
   d_ff=1,
   vocab_size=checksum.VOCAB_SIZE,
   max_len=1 << 20,
+  position="learned",  # part of K itself, so there is nothing to turn
 )
 
 
@@ -64,7 +64,7 @@ def _forward(params, tokens, positions, cache, attend):
   hidden, new_cache = None, []
   for factor, layer_cache in zip(_FACTORS, cache, strict=True):
     factor, inverse = jnp.uint32(factor), jnp.uint32(pow(factor, -1, 1 << 32))
-    total, layer_cache = attend(jnp.zeros_like(k), k * factor, v * factor, layer_cache)
+    total, layer_cache = attend(jnp.zeros_like(k), k * factor, v * factor, layer_cache, None)
     total *= inverse
     hidden = total if hidden is None else 2 * total - hidden  # the same unless a layer is wrong
     new_cache.append(layer_cache)

@@ -41,12 +41,13 @@ class KVLayout:
   page_size: int
   pages_per_row: int
   num_pages: int
+  kv_copies: int = 1
 
   def __post_init__(self):
     if self.kind not in ("slots", "paged"):
       raise ValueError(f"kind={self.kind!r} must be 'slots' or 'paged'")
     for field in ("num_layers", "num_kv_heads", "head_dim", "num_rows", "page_size",
-                  "pages_per_row", "num_pages"):  # fmt: skip
+                  "pages_per_row", "num_pages", "kv_copies"):  # fmt: skip
       if getattr(self, field) < 1:
         raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
     if self.kind == "slots" and self.num_pages != self.num_rows * self.pages_per_row:
@@ -67,17 +68,23 @@ class KVLayout:
   def shape(self) -> tuple[int, int, int, int]:
     """[outer, K, inner, h] of each array."""
     outer = self.num_pages // self.pages_per_outer
-    return outer, self.num_kv_heads, self.pages_per_outer * self.page_size, self.head_dim
+    num_heads = self.num_kv_heads * self.kv_copies
+    return outer, num_heads, self.pages_per_outer * self.page_size, self.head_dim
+
+  def pieces_shape(self, num_pages: int) -> tuple[int, int, int, int, int]:
+    """[2, L, K, positions, h] of what `gather` gives for so many pages: each kv head once."""
+    return 2, self.num_layers, self.num_kv_heads, num_pages * self.page_size, self.head_dim
 
   @property
   def bytes_per_token(self) -> int:
-    """K and V of one token over all layers."""
+    """K and V of one token over all layers, each kv head once."""
     num_values = 2 * self.num_layers * self.num_kv_heads * self.head_dim
     return num_values * jnp.dtype(self.dtype).itemsize
 
   @property
   def num_bytes(self) -> int:
-    return self.num_pages * self.page_size * self.bytes_per_token
+    """The whole cache, copies of kv heads included."""
+    return self.num_pages * self.page_size * self.kv_copies * self.bytes_per_token
 
 
 def init_cache(
@@ -104,7 +111,12 @@ def locate(
   return pages // layout.pages_per_outer, inner
 
 
+def _copy_heads(layout: KVLayout, x: jax.Array, axis: int) -> jax.Array:
+  return x if layout.kv_copies == 1 else jnp.repeat(x, layout.kv_copies, axis)
+
+
 def write(
+  layout: KVLayout,
   layer_cache: LayerCache,
   outer: jax.Array,  # [T]
   inner: jax.Array,  # [T]
@@ -113,6 +125,7 @@ def write(
 ) -> LayerCache:
   """Writes K and V of T tokens; in place if `layer_cache` is donated."""
   k_cache, v_cache = layer_cache
+  k, v = (_copy_heads(layout, x, axis=1) for x in (k, v))
   return (
     k_cache.at[outer, :, inner].set(k.astype(k_cache.dtype), mode="drop"),
     v_cache.at[outer, :, inner].set(v.astype(v_cache.dtype), mode="drop"),
@@ -165,15 +178,15 @@ def gather(
 ) -> jax.Array:
   """The pages of one sequence as one array [2, L, K, n * page_size, h], for a hand-off.
 
-  Pieces do not depend on the kind of layout. Those of padding hold anything.
+  Pieces depend neither on the kind of layout nor on copies of heads. Those of padding hold anything.
   """
   (num_pages,) = pages.shape
-  _, num_kv_heads, _, head_dim = layout.shape
+  num_kv_heads, head_dim = layout.num_kv_heads, layout.head_dim
 
   def take(x):
     outer, index = pages // layout.pages_per_outer, pages % layout.pages_per_outer
     found = _by_page(layout, x).at[outer, :, index].get(mode="clip")  # [n, K, page_size, h]
-    found = found.transpose(1, 0, 2, 3)
+    found = found[:, :: layout.kv_copies].transpose(1, 0, 2, 3)
     return found.reshape(num_kv_heads, num_pages * layout.page_size, head_dim)
 
   return jnp.stack([jnp.stack([take(layer[i]) for layer in cache]) for i in range(2)])
@@ -187,12 +200,12 @@ def scatter(
 ) -> Cache:
   """Writes what `gather` gave to other pages; in place if `cache` is donated. Drops padding."""
   (num_pages,) = pages.shape
-  _, num_kv_heads, _, head_dim = layout.shape
+  num_kv_heads, head_dim = layout.num_kv_heads, layout.head_dim
   pieces = pieces.reshape(2, -1, num_kv_heads, num_pages, layout.page_size, head_dim)
 
   def put(x, piece):
     outer, index = pages // layout.pages_per_outer, pages % layout.pages_per_outer
-    piece = piece.transpose(1, 0, 2, 3)  # [n, K, page_size, h]
+    piece = _copy_heads(layout, piece.transpose(1, 0, 2, 3), axis=1)  # [n, K, page_size, h]
     return _by_page(layout, x).at[outer, :, index].set(piece, mode="drop").reshape(x.shape)
 
   return tuple(

@@ -6,17 +6,84 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from pdjax.core.model_config import ModelConfig
 from pdjax.models.attention import Attend, Reduction
 from pdjax.models.kv_cache import Cache, KVLayout
 
-TENSOR_AXIS = "tensor"  # the mesh axis over which heads and the MLP are split
-_SPLIT_LETTERS = ("H", "K", "F")
+TENSOR_AXIS = "tensor"
+"""The mesh axis of tensor parallelism."""
+
+# Logical axis -> mesh axis, for parameters and cache alike: the Megatron split (Shoeybi et al. 2019,
+# section 3). Each matrix pair is split by its inner axis, so a layer needs two all-reduces.
+AXIS_RULES = {"H": TENSOR_AXIS, "K": TENSOR_AXIS, "F": TENSOR_AXIS, "V": TENSOR_AXIS}
+_MAY_REPLICATE = ("K", "V")  # where the mesh axis does not divide them; the others are refused
 
 Params = tuple[jax.Array, ...]
 Target = jax.Device | Sharding | Mesh
+
+
+def tensor_parallel(mesh: Mesh) -> int:
+  """Over how many devices of `mesh` a model is split."""
+  return mesh.shape.get(TENSOR_AXIS, 1)
+
+
+def check_split(config: ModelConfig, tp: int) -> None:
+  """Whether a model can be split over `tp` devices.
+
+  Raises:
+    ValueError: `tp` divides not the heads, not the MLP, or neither divides nor is divided by the
+      kv heads.
+  """
+  for field in ("num_heads", "d_ff"):
+    if getattr(config, field) % tp:
+      raise ValueError(
+        f"model {config.name}: {field}={getattr(config, field)} is no multiple of the {tp} devices "
+        f"of tensor parallelism"
+      )
+  if config.num_kv_heads % tp and tp % config.num_kv_heads:
+    raise ValueError(
+      f"model {config.name}: num_kv_heads={config.num_kv_heads} can neither be split over {tp} "
+      f"devices of tensor parallelism nor copied evenly to them"
+    )
+
+
+def kv_copies(config: ModelConfig, tp: int) -> int:
+  """Copies of each kv head over `tp` devices: more than 1 where devices outnumber kv heads."""
+  return max(1, tp // config.num_kv_heads)
+
+
+def axes_sharding(axes: str, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+  """How an array with logical `axes` such as "D -> H h" lies on `mesh`."""
+  tp = tensor_parallel(mesh)
+
+  def mesh_axis(letter: str, size: int) -> str | None:
+    is_whole = tp == 1 or (letter in _MAY_REPLICATE and size % tp)
+    return None if is_whole else AXIS_RULES.get(letter)
+
+  letters = axes.replace("->", "").split()
+  return NamedSharding(mesh, PartitionSpec(*map(mesh_axis, letters, shape)))
+
+
+def place(
+  config: ModelConfig, axes: str, array: np.ndarray, dtype: str, target: Target | None
+) -> jax.Array | np.ndarray:
+  """One parameter on `target`, cast shard by shard. Copies: `array` may be a view of a file."""
+
+  def cast(x):
+    return np.array(x, jnp.dtype(dtype), order="C")
+
+  if target is None:
+    return cast(array)
+  if isinstance(target, Mesh):
+    check_split(config, tensor_parallel(target))
+    target = axes_sharding(axes, array.shape, target)
+  elif isinstance(target, jax.Device):
+    target = jax.sharding.SingleDeviceSharding(target)
+  return jax.make_array_from_callback(array.shape, target, lambda index: cast(array[index]))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,41 +109,35 @@ class Model:
   def to(self, target: Target) -> Model:
     """This model with its parameters on `target`.
 
-    A mesh with an axis named "tensor" splits heads and the MLP over it (any other parameter and any
-    other axis: copies); a device or a sharding takes every parameter as it is.
+    A mesh splits them by `AXIS_RULES`; a device or a sharding takes every parameter as it is.
 
     Raises:
-      ValueError: the axis does not divide the heads or the MLP.
+      ValueError: the mesh does not divide the heads or the MLP.
     """
-    if not isinstance(target, Mesh):
-      return dataclasses.replace(self, params=jax.device_put(self.params, target))
-    size = target.shape.get(TENSOR_AXIS, 1)
-    config = self.config
-    for field in ("num_heads", "num_kv_heads", "d_ff"):
-      if getattr(config, field) % size:
-        raise ValueError(
-          f"model {config.name}: {field}={getattr(config, field)} is no multiple of the "
-          f"{size} devices of mesh axis {TENSOR_AXIS!r}"
-        )
-
-    def sharding(axes: str) -> NamedSharding:
-      letters = axes.replace("->", "").split()
-      axis = TENSOR_AXIS if size > 1 else None
-      return NamedSharding(
-        target, PartitionSpec(*(axis if x in _SPLIT_LETTERS else None for x in letters))
+    if isinstance(target, Mesh):
+      check_split(self.config, tensor_parallel(target))
+      target = tuple(
+        axes_sharding(axes, param.shape, target)
+        for axes, param in zip(self.param_axes, self.params)
       )
-
-    shardings = tuple(sharding(axes) for axes in self.param_axes)
-    return dataclasses.replace(self, params=jax.device_put(self.params, shardings))
+    return dataclasses.replace(self, params=jax.device_put(self.params, target))
 
   def layout(
-    self, *, kind: str, num_rows: int, page_size: int, pages_per_row: int, num_pages: int
+    self,
+    *,
+    kind: str,
+    num_rows: int,
+    page_size: int,
+    pages_per_row: int,
+    num_pages: int,
+    tp: int = 1,
   ) -> KVLayout:
-    """The layout of a cache for this model."""
+    """The layout of a cache for this model over `tp` devices."""
     return KVLayout(
       kind=kind,
       num_layers=self.config.num_layers,
       num_kv_heads=self.config.num_kv_heads,
+      kv_copies=kv_copies(self.config, tp),
       head_dim=self.config.head_dim,
       dtype=self.cache_dtype,
       num_rows=num_rows,

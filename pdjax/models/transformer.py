@@ -1,4 +1,4 @@
-"""A Llama decoder: RMSNorm, half-split RoPE, grouped-query attention, SwiGLU; in Flax NNX.
+"""One decoder for all families, driven by `ModelConfig`, in Flax NNX.
 
 Axes, for the whole project:
 
@@ -16,6 +16,8 @@ scale and the axis to split between devices follow.
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +27,18 @@ from flax import nnx
 from pdjax.core.model_config import ModelConfig
 from pdjax.models.attention import Attend, softmax_reduction
 from pdjax.models.kv_cache import Cache, LayerCache
-from pdjax.models.model import Model, Params, Target
-
-FAMILIES = ("llama",)
+from pdjax.models.model import Model, Params, Target, place
 
 _RANDOM_LOGIT_STD = 10.0  # of `random_arrays`
+_RANDOM_BIAS_STD = 0.1
+
+_ACTIVATIONS = {
+  "silu": jax.nn.silu,
+  "gelu": functools.partial(jax.nn.gelu, approximate=False),
+  "relu": jax.nn.relu,
+}
+
+Rope = tuple[jax.Array, jax.Array]  # cos and sin, each [T, 1, h / 2]
 
 
 def _sizes(config: ModelConfig) -> dict[str, int]:
@@ -40,6 +49,7 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
     "h": config.head_dim,
     "F": config.d_ff,
     "V": config.vocab_size,
+    "S": config.max_len,
   }
 
 
@@ -48,95 +58,166 @@ def _param(config: ModelConfig, axes: str) -> nnx.Param:
   return nnx.Param(jnp.zeros(shape), axes=axes)
 
 
-class RMSNorm(nnx.Module):
-  def __init__(self, config: ModelConfig):
-    self.eps = config.norm_eps
-    self.scale = _param(config, "D")
+class Norm(nnx.Module):
+  """RMSNorm or LayerNorm over the last axis, in float32."""
 
-  def __call__(self, x: jax.Array) -> jax.Array:  # [T, D]
+  def __init__(self, config: ModelConfig, axis: str = "D", *, kind: str | None = None):
+    self.eps = config.norm_eps
+    self.scale = _param(config, axis)
+    self.centers = (kind or config.norm) == "layer"
+    if self.centers:
+      self.bias = _param(config, axis)
+
+  def __call__(self, x: jax.Array) -> jax.Array:  # [..., D]
     y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-    return (y * self.scale[...]).astype(x.dtype)
+    if self.centers:
+      y = y - jnp.mean(y, axis=-1, keepdims=True)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps) * self.scale[...]
+    if self.centers:
+      y = y + self.bias[...]
+    return y.astype(x.dtype)
+
+
+def rope_frequencies(config: ModelConfig) -> jax.Array:  # [h / 2], radians a position
+  h = config.head_dim
+  frequencies = config.rope_theta ** (-jnp.arange(0, h, 2, dtype=jnp.float32) / h)
+  scaling = config.rope_scaling
+  if scaling is None:
+    return frequencies
+  slowed = frequencies / scaling.factor
+  if scaling.kind == "linear":
+    return slowed
+  turns = frequencies * scaling.original_max_len / (2 * math.pi)  # over the trained context
+  low, high = scaling.low_freq_factor, scaling.high_freq_factor
+  kept = jnp.clip((turns - low) / (high - low), 0, 1)  # 1 for fast pairs, 0 for slow ones
+  return kept * frequencies + (1 - kept) * slowed
 
 
 def rope_angles(
   positions: jax.Array,  # [T]
-  head_dim: int,
-  theta: float,
-) -> tuple[jax.Array, jax.Array]:
-  """cos and sin, each [T, 1, h / 2], of the angles by which pairs are turned."""
-  frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-  angles = positions[:, None, None].astype(jnp.float32) * frequencies
+  config: ModelConfig,
+) -> Rope:
+  """cos and sin of the angles by which pairs are turned."""
+  angles = positions[:, None, None].astype(jnp.float32) * rope_frequencies(config)
   return jnp.cos(angles), jnp.sin(angles)
 
 
 def rotate(
   x: jax.Array,  # [T, H, h]
-  cos: jax.Array,  # [T, 1, h / 2]
-  sin: jax.Array,
+  rope: Rope,
 ) -> jax.Array:
   """Turns the pairs (x[i], x[i + h / 2]): half-split, as in Hugging Face checkpoints."""
+  cos, sin = rope
   a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
 class Attention(nnx.Module):
   def __init__(self, config: ModelConfig):
+    self.config = config
     self.q = _param(config, "D -> H h")
     self.k = _param(config, "D -> K h")
     self.v = _param(config, "D -> K h")
     self.o = _param(config, "H h -> D")
+    if config.qkv_bias:
+      self.q_bias = _param(config, "H h")
+      self.k_bias = _param(config, "K h")
+      self.v_bias = _param(config, "K h")
+    if config.out_bias:
+      self.o_bias = _param(config, "D")
+    if config.qk_norm:
+      self.q_norm = Norm(config, "h", kind="rms")
+      self.k_norm = Norm(config, "h", kind="rms")
 
   def __call__(
     self,
     x: jax.Array,  # [T, D]
-    rope: tuple[jax.Array, jax.Array],
+    rope: Rope | None,
     layer_cache: LayerCache,
     attend: Attend,
+    window: int | None,
   ) -> tuple[jax.Array, LayerCache]:
-    q = rotate(jnp.einsum("td,dhk->thk", x, self.q[...]), *rope)
-    k = rotate(jnp.einsum("td,dhk->thk", x, self.k[...]), *rope)
-    v = jnp.einsum("td,dhk->thk", x, self.v[...])
-    out, layer_cache = attend(q, k, v, layer_cache)
-    return jnp.einsum("thk,hkd->td", out, self.o[...]), layer_cache
+    q, k, v = (jnp.einsum("td,dhk->thk", x, w[...]) for w in (self.q, self.k, self.v))
+    if self.config.qkv_bias:
+      q, k, v = q + self.q_bias[...], k + self.k_bias[...], v + self.v_bias[...]
+    if self.config.qk_norm:
+      q, k = self.q_norm(q), self.k_norm(k)
+    if rope is not None:
+      q, k = rotate(q, rope), rotate(k, rope)
+    out, layer_cache = attend(q, k, v, layer_cache, window)
+    out = jnp.einsum("thk,hkd->td", out, self.o[...])
+    return (out + self.o_bias[...] if self.config.out_bias else out), layer_cache
 
 
 class MLP(nnx.Module):
   def __init__(self, config: ModelConfig):
-    self.gate = _param(config, "D -> F")
+    self.config = config
+    if config.gated_mlp:
+      self.gate = _param(config, "D -> F")
     self.up = _param(config, "D -> F")
     self.down = _param(config, "F -> D")
+    if config.mlp_bias:
+      if config.gated_mlp:
+        self.gate_bias = _param(config, "F")
+      self.up_bias = _param(config, "F")
+      self.down_bias = _param(config, "D")
 
   def __call__(self, x: jax.Array) -> jax.Array:  # [T, D]
-    return (jax.nn.silu(x @ self.gate[...]) * (x @ self.up[...])) @ self.down[...]
+    act, biased = _ACTIVATIONS[self.config.activation], self.config.mlp_bias
+    up = x @ self.up[...]
+    if biased:
+      up = up + self.up_bias[...]
+    if self.config.gated_mlp:
+      gate = x @ self.gate[...]
+      up = act(gate + self.gate_bias[...] if biased else gate) * up
+    else:
+      up = act(up)
+    down = up @ self.down[...]
+    return down + self.down_bias[...] if biased else down
 
 
 class Block(nnx.Module):
   def __init__(self, config: ModelConfig):
-    self.attention_norm = RMSNorm(config)
+    self.config = config
+    self.attention_norm = Norm(config)
     self.attention = Attention(config)
-    self.mlp_norm = RMSNorm(config)
+    if not config.shared_norm:
+      self.mlp_norm = Norm(config)
     self.mlp = MLP(config)
 
-  def __call__(self, x, rope, layer_cache, attend):
-    out, layer_cache = self.attention(self.attention_norm(x), rope, layer_cache, attend)
+  def __call__(self, x, rope, layer_cache, attend, window):
+    normed = self.attention_norm(x)
+    out, layer_cache = self.attention(normed, rope, layer_cache, attend, window)
+    if self.config.parallel_residual:
+      if not self.config.shared_norm:
+        normed = self.mlp_norm(x)
+      return x + (out + self.mlp(normed)), layer_cache
     x = x + out
     return x + self.mlp(self.mlp_norm(x)), layer_cache
 
 
-class Llama(nnx.Module):
+class Transformer(nnx.Module):
   """Layers are unrolled: the cache is one donated array per layer, which a scan would copy."""
 
   def __init__(self, config: ModelConfig):
     self.config = config
     self.embedding = _param(config, "V -> D")
+    if config.position == "learned":
+      self.position_embedding = _param(config, "S -> D")
     self.blocks = nnx.List([Block(config) for _ in range(config.num_layers)])
-    self.final_norm = RMSNorm(config)
+    self.final_norm = Norm(config)
     if not config.tie_embeddings:
       self.unembedding = _param(config, "D -> V")
 
-  def embed(self, tokens: jax.Array) -> jax.Array:  # [T] -> [T, D]
-    return self.embedding[...][tokens]
+  def embed(
+    self,
+    tokens: jax.Array,  # [T]
+    positions: jax.Array,  # [T], -1 for padding
+  ) -> jax.Array:  # [T, D]
+    x = self.embedding[...][tokens]
+    if self.config.position == "learned":
+      x = x + self.position_embedding[...].at[positions].get(mode="clip")
+    return x
 
   def layers(
     self,
@@ -148,10 +229,11 @@ class Llama(nnx.Module):
     hi: int,
   ) -> tuple[jax.Array, Cache]:
     """Runs layers [lo, hi). Writes their part of the cache through `attend`."""
-    rope = rope_angles(positions, self.config.head_dim, self.config.rope_theta)
+    rope = rope_angles(positions, self.config) if self.config.position == "rope" else None
     new_cache = []
-    for block, layer_cache in zip(list(self.blocks)[lo:hi], cache, strict=True):
-      x, layer_cache = block(x, rope, layer_cache, attend)
+    for layer, layer_cache in zip(range(lo, hi), cache, strict=True):
+      block, window = self.blocks[layer], self.config.window(layer)
+      x, layer_cache = block(x, rope, layer_cache, attend, window)
       new_cache.append(layer_cache)
     return x, tuple(new_cache)
 
@@ -164,71 +246,63 @@ class Llama(nnx.Module):
     return jnp.einsum(equation, x, weights[...], preferred_element_type=jnp.float32)
 
 
-def _check_family(config: ModelConfig) -> None:
-  if config.family not in FAMILIES:
-    raise ValueError(
-      f"model {config.name}: family {config.family!r} is not supported (supported: "
-      f"{', '.join(FAMILIES)})"
-    )
-  if not config.gated_mlp:
-    raise ValueError(f"model {config.name}: family {config.family!r} needs gated_mlp")
-
-
 @functools.cache
 def _abstract(config: ModelConfig):
   """The module's graph, the tree of its parameters, and their names, axes and shapes in order."""
-  _check_family(config)
-  graph, state = nnx.split(nnx.eval_shape(lambda: Llama(config)))
+  graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(config)))
   names, axes, shapes = [], [], []
   for path, param in nnx.to_flat_state(state):
     names.append(".".join(str(part) for part in path))
     axes.append(param.get_metadata("axes"))
     shapes.append(param.shape)
-  return graph, jax.tree.structure(state), tuple(names), tuple(axes), shapes
+  return graph, jax.tree.structure(state), tuple(names), tuple(axes), tuple(shapes)
 
 
-def merge(config: ModelConfig, params: Params) -> Llama:
+def param_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+  """Name -> shape of every parameter, in the order of `Model.params`."""
+  _, _, names, _, shapes = _abstract(config)
+  return dict(zip(names, shapes))
+
+
+def merge(config: ModelConfig, params: Params) -> Transformer:
   """The module around `Model.params`; for parts of a forward, such as a group of layers."""
   graph, structure, *_ = _abstract(config)
   return nnx.merge(graph, jax.tree.unflatten(structure, params))
 
 
-def from_arrays(
-  config: ModelConfig,
-  arrays: dict[str, np.ndarray],
-  *,
-  dtype: str = "float32",
-  target: Target | None = None,
-) -> Model:
-  """A model with the parameters `arrays`, named as the modules nest ("blocks.0.attention.q").
-
-  Parameters and cache get `dtype`; norms, softmax and logits are computed in float32.
+def check_shapes(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+  """Compares the parameters that a checkpoint has with those of the model.
 
   Raises:
-    ValueError: an unsupported family, or the names of all tensors that are missing, unknown or of
-      another shape.
+    ValueError: the names of all that are missing, unknown or of another shape.
   """
-  _, _, names, axes, shapes = _abstract(config)
-  problems = [f"missing {name}" for name in names if name not in arrays]
-  problems += [f"unknown {name}" for name in sorted(arrays.keys() - set(names))]
+  wanted = param_shapes(config)
+  problems = [f"missing {name}" for name in wanted if name not in shapes]
+  problems += [f"unknown {name}" for name in sorted(shapes.keys() - wanted.keys())]
   problems += [
-    f"{name} has shape {arrays[name].shape}, not {shape}"
-    for name, shape in zip(names, shapes)
-    if name in arrays and arrays[name].shape != shape
+    f"{name} has shape {tuple(shapes[name])}, not {shape}"
+    for name, shape in wanted.items()
+    if name in shapes and tuple(shapes[name]) != shape
   ]
   if problems:
     raise ValueError(f"model {config.name}: {'; '.join(problems)}")
 
+
+def build(config: ModelConfig, params: Params, *, dtype: str) -> Model:
+  """A model around parameters that are placed already, or around their shapes alone."""
+  _, _, names, axes, _ = _abstract(config)
+
   def forward(params, tokens, positions, cache, attend):
-    llama = merge(config, params)
-    return llama.layers(llama.embed(tokens), positions, cache, attend, 0, config.num_layers)
+    model = merge(config, params)
+    x = model.embed(tokens, positions)
+    return model.layers(x, positions, cache, attend, 0, config.num_layers)
 
   def unembed(params, hidden):
     return merge(config, params).unembed(hidden)
 
-  model = Model(
+  return Model(
     config=config,
-    params=tuple(np.asarray(arrays[name], jnp.dtype(dtype)) for name in names),
+    params=params,
     param_names=names,
     param_axes=axes,
     forward=forward,
@@ -236,7 +310,42 @@ def from_arrays(
     reduction=softmax_reduction,
     cache_dtype=dtype,
   )
-  return model.to(target)
+
+
+def from_tensors(
+  config: ModelConfig,
+  tensors: Iterable[tuple[str, np.ndarray]],
+  *,
+  dtype: str = "float32",
+  target: Target | None = None,
+) -> Model:
+  """A model from named tensors, each placed on `target` as it comes; None leaves them on the host.
+
+  A mesh gets each parameter split by `model.AXIS_RULES`, cast to `dtype` shard by shard, so that the
+  host holds one tensor at a time. Norms, softmax and logits are computed in float32.
+
+  Raises:
+    ValueError: the names of all tensors that are missing, unknown or of another shape.
+  """
+  _, _, names, axes, shapes = _abstract(config)
+  axes_of, placed, seen = dict(zip(names, axes)), {}, {}
+  for name, array in tensors:
+    seen[name] = array.shape
+    if name in axes_of and array.shape == shapes[names.index(name)]:
+      placed[name] = place(config, axes_of[name], array, dtype, target)
+  check_shapes(config, seen)
+  return build(config, tuple(placed[name] for name in names), dtype=dtype)
+
+
+def from_arrays(
+  config: ModelConfig,
+  arrays: Mapping[str, np.ndarray],
+  *,
+  dtype: str = "float32",
+  target: Target | None = None,
+) -> Model:
+  """As `from_tensors`, from a dict that holds all of them."""
+  return from_tensors(config, arrays.items(), dtype=dtype, target=target)
 
 
 def random_arrays(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
@@ -251,8 +360,11 @@ def random_arrays(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
   _, _, names, axes, shapes = _abstract(config)
   arrays = {}
   for name, letters, shape in zip(names, axes, shapes):
-    if "->" not in letters:
+    if name.endswith("scale"):
       arrays[name] = np.ones(shape, np.float32)
+      continue
+    if "->" not in letters:
+      arrays[name] = rng.standard_normal(shape, np.float32) * np.float32(_RANDOM_BIAS_STD)
       continue
     fan_in = [_sizes(config)[letter] for letter in letters.split("->")[0].split()]
     scale = 1 / np.sqrt(np.prod(fan_in))

@@ -46,12 +46,12 @@ def build(model: Model, layout: str, buckets: Buckets, devices, pages: PageConfi
     num_pages=ROWS * PAGES_PER_ROW,
     contiguous=layout == "slots",
   )
-  executors, steps = build_executors(model, pages, buckets, devices, layout=layout)
+  executors = build_executors(model, pages, buckets, [[d] for d in devices], layout=layout)
   with warnings.catch_warnings():
     warnings.filterwarnings("error", message=".*donated.*")
     for _ in warm_up(executors, [{"mixed", "prefill"}, {"decode"}]):
       pass
-  return Engine(executors=executors, steps=steps, pages=pages, buckets=buckets)
+  return Engine(executors=executors, steps=executors[0].steps, pages=pages, buckets=buckets)
 
 
 def make_cluster(

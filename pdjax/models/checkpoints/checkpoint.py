@@ -1,0 +1,128 @@
+"""One interface to weights on disk, whatever wrote them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+
+import numpy as np
+
+from pdjax.core.model_config import ModelConfig
+from pdjax.models import transformer
+from pdjax.models.model import Model, Target
+
+Tensors = Iterable[tuple[str, np.ndarray]]
+
+
+class Load(Protocol):
+  def __call__(self, *, dtype: str = "float32", target: Target | None = None) -> Model: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+  """A model on disk of which only the shape was read.
+
+  `load` reads the weights a tensor at a time, onto a device, a sharding or a mesh (None leaves them
+  on the host), and raises ValueError with the file and the tensor where they are damaged.
+  """
+
+  path: pathlib.Path
+  config: ModelConfig
+  load: Load
+
+
+def streamed(
+  path: pathlib.Path, config: ModelConfig, read: Callable[[], Tensors]
+) -> Checkpoint:
+  """A checkpoint whose tensors `read` gives one at a time, named and laid out as pdjax's."""
+
+  def load(*, dtype: str = "float32", target: Target | None = None) -> Model:
+    return transformer.from_tensors(config, read(), dtype=dtype, target=target)
+
+  return Checkpoint(path=path, config=config, load=load)
+
+
+def open_checkpoint(path: str | pathlib.Path, *, check_weights: bool = False) -> Checkpoint:
+  """Reads what says the shape of a model, no weights. The kind follows from what is at `path`.
+
+  That is a folder with config.json and safetensors as on Hugging Face, a GGUF file, or a folder
+  that pdjax wrote with Orbax. With `check_weights` loading refuses NaN and infinity.
+
+  Raises:
+    FileNotFoundError: nothing at `path`.
+    ImportError: a package that this kind needs is absent.
+    ValueError: another kind of file or folder, a damaged one, or a model that is not supported.
+  """
+  path = pathlib.Path(path)
+  if not path.exists():
+    raise FileNotFoundError(f"no checkpoint at {path}")
+  if path.is_file():
+    with open(path, "rb") as file:
+      is_gguf = file.read(4) == b"GGUF"
+    if is_gguf or path.suffix == ".gguf":
+      from pdjax.models.checkpoints.gguf import open_gguf
+
+      return open_gguf(path, check_weights=check_weights)
+    if path.suffix == ".safetensors" or path.name == "config.json":
+      raise ValueError(f"{path} is part of a checkpoint; give its folder {path.parent}")
+    raise ValueError(f"{path} is neither a GGUF file nor a folder with a checkpoint")
+  from pdjax.models.checkpoints.hf import is_hf, open_hf
+
+  if is_hf(path):
+    return open_hf(path, check_weights=check_weights)
+  from pdjax.models.checkpoints.orbax import is_orbax, open_orbax
+
+  if is_orbax(path):
+    return open_orbax(path, check_weights=check_weights)
+  raise ValueError(
+    f"{path} holds no checkpoint: neither config.json with *.safetensors (PyTorch's .bin and .pt "
+    f"files are not read) nor one that pdjax wrote{_gguf_hint(path)}"
+  )
+
+
+def _gguf_hint(folder: pathlib.Path) -> str:
+  files = sorted(path.name for path in folder.glob("*.gguf"))
+  return f"; of its GGUF files {', '.join(files)} give one by its path" if files else ""
+
+
+def stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+  """The shape in which Hugging Face and GGUF files hold pdjax's parameter `name` of `shape`.
+
+  They hold matrices as [out, in] with heads and head_dim as one axis.
+  """
+  num_in = _num_in(name, shape)
+  parts = (shape[num_in:], shape[:num_in]) if num_in else (shape,)
+  if name in ("embedding", "position_embedding"):
+    return shape
+  return tuple(math.prod(part) for part in parts)
+
+
+def from_stored(name: str, stored: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+  """A view of `stored`, of `stored_shape(name, shape)`, with the axes of pdjax's parameter."""
+  num_in = _num_in(name, shape)
+  if num_in == 0:
+    return stored.reshape(shape)
+  outer = stored.reshape(shape[num_in:] + shape[:num_in])
+  num_out = len(shape) - num_in
+  return outer.transpose(*range(num_out, len(shape)), *range(num_out))
+
+
+def _num_in(name: str, shape: tuple[int, ...]) -> int:
+  """How many of the axes of a matrix [in, out] come in; 0 for what is no such matrix."""
+  if len(shape) == 1 or name.endswith(("embedding", "_bias")) and name != "unembedding":
+    return 0
+  return len(shape) - 1 if name.endswith("attention.o") else 1
+
+
+def refuse_non_finite(where: str, tensor: np.ndarray) -> None:
+  """Raises ValueError, beginning with `where`, if any value is NaN or infinite."""
+  bad = tensor.size - int(np.count_nonzero(np.isfinite(tensor)))
+  if bad:
+    raise ValueError(f"{where}: {bad} of {tensor.size} values are NaN or infinite")
+
+
+def checked(tensors: Iterator[tuple[str, np.ndarray]], where: str) -> Iterator:
+  raise NotImplementedError
