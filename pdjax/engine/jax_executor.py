@@ -71,14 +71,25 @@ class JaxExecutor:
     return RowState(pages.num_rows, pages.pages_per_row, pages.num_pages, self.vocab_size)
 
   def submit(self, plan: StepPlan, now_s: float) -> StepTicket:
-    inputs = step_inputs(plan, self._buckets, self._rows)
+    step, arguments = self._call(plan)
+    self._cache, self._last_token, ids = step(*arguments)
+    is_used = arguments[-1].sample_rows < self._pages.num_rows
+    return StepTicket(ids, plan, is_used)
+
+  def lower(self, plan: StepPlan) -> jax.stages.Lowered:
+    """The step of a plan, to be compiled and looked at. Runs nothing, but seats its rows."""
+    step, arguments = self._call(plan)
+    return step.lower(*arguments)
+
+  def _call(self, plan: StepPlan):
+    """The step of a plan and its arguments, the last of which are its `StepInputs`."""
     step = {
       "prefill": self.steps.prefill_step,
       "decode": self.steps.decode_step,
       "mixed": self.steps.mixed_step,
     }[plan.kind]
-    self._cache, self._last_token, ids = step(self._params, self._cache, self._last_token, inputs)
-    return StepTicket(ids, plan, inputs.sample_rows < self._pages.num_rows)
+    inputs = step_inputs(plan, self._buckets, self._rows)
+    return step, (self._params, self._cache, self._last_token, inputs)
 
   def export(self, handle: Handle, *, page_ids: tuple[int, ...], now_s: float) -> Handle:
     used = page_ids[: -(-handle.num_tokens // self._layout.page_size)]
@@ -122,11 +133,8 @@ class JaxExecutor:
     """Forgets every row, for a new run. The cache keeps its bytes, which nobody reads."""
     self._rows = self._new_rows()
 
-  def top2_margin(self, token_ids: Sequence[int]) -> float:
-    """How far the likeliest next token is ahead of the second, in logits. Overwrites row 0.
-
-    Only between runs: it explains why two strategies chose different tokens.
-    """
+  def last_logits(self, token_ids: Sequence[int]) -> np.ndarray:  # [V]
+    """The logits after `token_ids`. Overwrites row 0: only between runs."""
     largest = self._buckets.prefill[-1]
     for start in range(0, len(token_ids), largest):
       ids = tuple(token_ids[start : start + largest])
@@ -139,7 +147,14 @@ class JaxExecutor:
       else:
         self.submit(plan, 0.0).result()
     self.reset()
-    second, first = np.sort(np.asarray(logits))[-2:]
+    return np.asarray(logits)
+
+  def top2_margin(self, token_ids: Sequence[int]) -> float:
+    """How far the likeliest next token is ahead of the second, in logits. Overwrites row 0.
+
+    Only between runs: it explains why two strategies chose different tokens.
+    """
+    second, first = np.sort(self.last_logits(token_ids))[-2:]
     return float(first - second)
 
   # Warm-up -------------------------------------------------------------------------------------

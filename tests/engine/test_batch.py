@@ -30,6 +30,7 @@ def prefill(row, start, num_tokens, emits=True, **sampling):
     request_id=row + 10,
     generation=0,
     row=row,
+    num_prompt_tokens=start + num_tokens,
     start=start,
     num_tokens=num_tokens,
     token_ids=tuple(100 * row + i for i in range(num_tokens)),

@@ -53,6 +53,7 @@ def plans(draw, pages, whole_budget, chunk_budget):
         request_id=row,
         generation=0,
         row=row,
+        num_prompt_tokens=num_tokens,
         start=0,
         num_tokens=num_tokens,
         token_ids=(0,) * num_tokens,

@@ -97,7 +97,11 @@ def test_steps_and_hand_offs_update_the_cache_in_place(request, name):
     assert _places(source) == before, plan.kind
   before = _places(target)
   handle = Handle(
-    request_id=0, num_tokens=CAPACITY, first_token_id=0, sampling=SamplingParams(max_tokens=2)
+    request_id=0,
+    num_tokens=CAPACITY,
+    num_prompt_tokens=CAPACITY,
+    first_token_id=0,
+    sampling=SamplingParams(max_tokens=2),
   )
   handle = source.export(handle, page_ids=tuple(range(20)), now_s=0.0)
   ticket = target.import_(handle, row=0, page_ids=tuple(range(20)), now_s=0.0)

@@ -18,9 +18,9 @@ def fill(executor, seed):
   rng = np.random.default_rng(seed)
   cache = jax.tree.map(
     lambda x: rng.integers(0, 2**32, x.shape, np.uint32),
-    init_cache(executor._layout, executor._sharding),
+    init_cache(executor._layout),
   )
-  executor._cache = jax.device_put(cache, executor._sharding)
+  executor._cache = jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), cache, executor._cache)
   return cache
 
 
@@ -32,7 +32,13 @@ def page_of(layout, leaf, page):
 
 def hand_over(source, target, source_pages, target_pages, num_tokens, *, row):
   sampling = SamplingParams(max_tokens=4)
-  handle = Handle(request_id=5, num_tokens=num_tokens, first_token_id=123, sampling=sampling)
+  handle = Handle(
+    request_id=5,
+    num_tokens=num_tokens,
+    num_prompt_tokens=num_tokens,
+    first_token_id=123,
+    sampling=sampling,
+  )
   handle = source.export(handle, page_ids=tuple(source_pages), now_s=0.0)
   ticket = target.import_(handle, row=row, page_ids=tuple(target_pages), now_s=0.0)
   while not ticket.is_ready():
