@@ -63,6 +63,9 @@ HARDWARE: dict[str, Device] = {
   "h200": Device(  # SXM
     name="h200", peak_flops_per_s=989e12, peak_bytes_per_s=4.8e12, memory_bytes=141e9
   ),
+  "b200": Device(  # SXM, 180 GB
+    name="b200", peak_flops_per_s=2.25e15, peak_bytes_per_s=8e12, memory_bytes=180e9
+  ),
   "tpu-v5e": Device(
     name="tpu-v5e", peak_flops_per_s=197e12, peak_bytes_per_s=819e9, memory_bytes=16e9
   ),

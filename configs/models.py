@@ -1,8 +1,8 @@
-"""Models by name: sizes as published, the Hugging Face id beside each. Weights are elsewhere.
+"""Models by name: shapes as published, the Hugging Face id beside each. Weights are elsewhere.
 
-Only `llama` shapes run on the engine. In simulation every model is its matrix sizes: biases,
-learned positions, norms and Falcon's parallel attention are left out (well under 1 % of FLOPs and
-bytes), and so is Mistral's sliding window, which v0.1 has (4,096 tokens) and v0.2 has not.
+The engine runs all that a shape says, and `experiments.fit_check` compiles it. In simulation a
+model is its matrix sizes: biases, learned positions, norms and parallel residuals are left out (well
+under 1 % of FLOPs and bytes), and so is a sliding window: contexts beyond it cost too much.
 """
 
 from __future__ import annotations
@@ -82,6 +82,18 @@ _ALL = (
     max_len=32_768,
     rope_theta=1_000_000.0,
   ),
+  ModelConfig(  # mistralai/Mistral-7B-v0.1
+    name="mistral-7b-v0.1",
+    num_layers=32,
+    d_model=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    d_ff=14_336,
+    vocab_size=32_000,
+    max_len=32_768,
+    sliding_window=4096,
+  ),
   ModelConfig(  # 01-ai/Yi-34B-200K: Yi-34B's sizes; Yi-34B itself stops at 4,096 tokens
     name="yi-34b",
     num_layers=60,
@@ -96,7 +108,6 @@ _ALL = (
   ),
   ModelConfig(  # facebook/opt-13b
     name="opt-13b",
-    family="opt",
     num_layers=40,
     d_model=5120,
     num_heads=40,
@@ -105,12 +116,17 @@ _ALL = (
     d_ff=20_480,
     vocab_size=50_272,
     max_len=2048,
+    norm="layer",
+    position="learned",
+    activation="relu",
     gated_mlp=False,
+    qkv_bias=True,
+    out_bias=True,
+    mlp_bias=True,
     tie_embeddings=True,
   ),
   ModelConfig(  # facebook/opt-66b
     name="opt-66b",
-    family="opt",
     num_layers=64,
     d_model=9216,
     num_heads=72,
@@ -119,12 +135,17 @@ _ALL = (
     d_ff=36_864,
     vocab_size=50_272,
     max_len=2048,
+    norm="layer",
+    position="learned",
+    activation="relu",
     gated_mlp=False,
+    qkv_bias=True,
+    out_bias=True,
+    mlp_bias=True,
     tie_embeddings=True,
   ),
   ModelConfig(  # OPT-175B, not on Hugging Face: arXiv 2205.01068, table 1
     name="opt-175b",
-    family="opt",
     num_layers=96,
     d_model=12_288,
     num_heads=96,
@@ -133,12 +154,17 @@ _ALL = (
     d_ff=49_152,
     vocab_size=50_272,
     max_len=2048,
+    norm="layer",
+    position="learned",
+    activation="relu",
     gated_mlp=False,
+    qkv_bias=True,
+    out_bias=True,
+    mlp_bias=True,
     tie_embeddings=True,
   ),
   ModelConfig(  # tiiuae/falcon-180B
     name="falcon-180b",
-    family="falcon",
     num_layers=80,
     d_model=14_848,
     num_heads=232,
@@ -147,7 +173,10 @@ _ALL = (
     d_ff=59_392,
     vocab_size=65_024,
     max_len=2048,
+    norm="layer",
+    activation="gelu",
     gated_mlp=False,
+    parallel_residual=True,
   ),
 )
 

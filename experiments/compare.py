@@ -4,9 +4,9 @@
       [--strategies=continuous,chunked,disaggregated] [--backend=jax|sim] [--out=DIR]
 
 Prints a table, the interference and a verdict, and under it the same strategies simulated for
-Llama-3-8B on as many A100s (or --hardware). Writes summary.json, events.jsonl, timeline.json (open
-it in Perfetto) and pictures. Exit status 1: different tokens, or nothing finished; 2: wrong input;
-130: interrupted, with what was measured until then.
+Llama-3-8B with as many pools of an A100 each (or --hardware). Writes summary.json, events.jsonl,
+timeline.json (open it in Perfetto) and pictures. Exit status 1: different tokens, or nothing
+finished; 2: wrong input; 130: interrupted, with what was measured until then.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def check_with_twin(config: ExperimentConfig, program: str) -> tuple[Checked, Ch
       simulated,
       hardware=FLAGS.hardware or simulated.hardware,
       strategies=config.strategies,
-      num_devices=config.num_devices,
+      num_devices=config.num_devices // config.tp,
     )
     twin = check(simulated, out)
   return check(config, out), twin

@@ -15,8 +15,8 @@ from typing import TypeVar
 
 from absl import app, flags, logging
 
-from experiments.fetch_model import FetchError
 from pdjax.config import ExperimentConfig, load_config, override
+from pdjax.sources import SourceError
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FLAGS = flags.FLAGS
@@ -28,16 +28,17 @@ def define_flags(default_config: str) -> None:
   flags.DEFINE_string("config", str(ROOT / default_config), "an experiment's Python file")
   flags.DEFINE_multi_string("set", [], "change one value, as in --set workload.rate_rps=2")
   flags.DEFINE_string("out", None, "folder for results; default: runs/PROGRAM-TIME")
-  flags.DEFINE_string("model", None, "a model by name, or the path of a .gguf file")
+  flags.DEFINE_string("model", None, "a name, the path of a checkpoint, or a Hugging Face repo id")
   flags.DEFINE_string("hardware", None, "device to simulate, by name")
   flags.DEFINE_string("trace", None, "CSV with arrival_s,prompt_tokens,output_tokens")
   flags.DEFINE_string("backend", None, "jax: serve here; sim: simulate")
+  flags.DEFINE_bool("check_weights", None, "refuse weights that are NaN or infinite")
 
 
 def config_from_flags(**changes) -> ExperimentConfig:
   """The experiment that the flags name; `changes` are fields that a program sets itself."""
   config = load_config(FLAGS.config)
-  for name in ("model", "hardware", "backend"):
+  for name in ("model", "hardware", "backend", "check_weights"):
     if getattr(FLAGS, name) is not None:
       changes[name] = getattr(FLAGS, name)
   if FLAGS.trace is not None:
@@ -90,7 +91,7 @@ def main(prepare: Callable[[], T], run: Callable[[T], int]) -> None:
         if len(argv) > 1:
           raise ValueError(f"unexpected arguments {argv[1:]}; every option is --name=value")
         prepared = prepare()
-      except (ValueError, FetchError, ImportError, OSError) as error:
+      except (ValueError, SourceError, ImportError, OSError) as error:
         _refuse(str(error))
       status = run(prepared)
     except KeyboardInterrupt:

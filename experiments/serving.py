@@ -16,14 +16,15 @@ import numpy as np
 
 from configs.hardware import HARDWARE, link
 from experiments.program import Progress, whole_file
-from experiments.worlds import World, make_cluster, make_world
+from experiments.worlds import World, make_world
 from pdjax.analysis.capacity import capacity_rps, derive_slo
 from pdjax.analysis.verdict import StrategyRun, analyse, interference_line, verdict
-from pdjax.config import ExperimentConfig
+from pdjax.config import STRATEGIES, ExperimentConfig
 from pdjax.core.events import EventLog, Step, write_events
 from pdjax.core.names import pick
 from pdjax.core.plain import to_plain
 from pdjax.core.request import Request, SamplingParams
+from pdjax.deployment import make_cluster
 from pdjax.metrics.goodput import Slo, achieved_rate_rps
 from pdjax.metrics.latency import enough
 from pdjax.metrics.timeline import write_chrome_trace
@@ -92,7 +93,8 @@ def check(config: ExperimentConfig, out: pathlib.Path) -> Checked:
   for strategy in config.strategies:
     # The scheduler alone knows what it can hold; it needs no device for that.
     try:
-      cluster = make_cluster(config, strategy, world.pages, lambda device: _Nowhere())
+      specs = STRATEGIES[strategy](config.num_devices, config.tp)
+      cluster = make_cluster(specs, config.scheduler, world.pages, lambda devices: _Nowhere())
     except ValueError as error:
       raise ValueError(f"strategy {strategy} cannot run: {error}") from error
     for row in trace or [TraceRow(0.0, *longest, line=0)]:
@@ -152,7 +154,7 @@ def run_experiment(checked: Checked, progress: Progress) -> Experiment:
   capacity = capacity_rps(
     world.together,
     sample,
-    num_pools=config.num_devices,
+    num_pools=config.num_devices // config.tp,
     num_rows=max(1, min(pages.num_rows, fitting)),
   )
   if trace is not None:
@@ -174,17 +176,11 @@ def run_experiment(checked: Checked, progress: Progress) -> Experiment:
     tpot_multiple=config.slo.tpot_multiple,
   )
   slo = Slo(ttft_s=config.slo.ttft_s or derived.ttft_s, tpot_s=config.slo.tpot_s or derived.tpot_s)
-  sampling = SamplingParams(
-    max_tokens=1,
-    temperature=config.sampling.temperature,
-    top_k=config.sampling.top_k,
-    top_p=config.sampling.top_p,
-  )
   requests = make_requests(
     arrivals.times_s(len(lengths), rng),
     lengths,
     world.prompts(lengths, workload.seed, chat=workload.chat),
-    sampling,
+    config.sampling.params(),
   )
   experiment = Experiment(
     config=config,
@@ -216,7 +212,8 @@ def run_experiment(checked: Checked, progress: Progress) -> Experiment:
 
 def _serve(experiment: Experiment, strategy: str, log: EventLog, progress: Progress) -> None:
   world, config = experiment.world, experiment.config
-  cluster = make_cluster(config, strategy, world.pages, world.executor)
+  specs = STRATEGIES[strategy](config.num_devices, config.tp)
+  cluster = make_cluster(specs, config.scheduler, world.pages, world.executor)
   num_ended = num_tokens = 0
   clock = world.clock()
   now_s = 0.0

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
-import math
 import pathlib
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from configs.hardware import HARDWARE, link
 from configs.models import MODELS
-from experiments.fetch_model import CHECKPOINTS, fetch
 from pdjax.analysis.capacity import StepTimes, measure
-from pdjax.config import STRATEGIES, ExperimentConfig, PoolSpec
+from pdjax.config import STRATEGIES, ExperimentConfig, PoolSpec, device_groups
 from pdjax.core.clock import Clock, VirtualClock, WallClock
 from pdjax.core.model_config import ModelConfig
 from pdjax.core.names import pick
 from pdjax.core.plan import StepPlan
+from pdjax.deployment import largest_budgets, make_pages, roles_of
+from pdjax.llm import open_model
 from pdjax.scheduling.pages import PageConfig
-from pdjax.scheduling.policies import HALF, POLICIES, UNMIXED
-from pdjax.scheduling.scheduler import Scheduler, SchedulerConfig
-from pdjax.serving.cluster import Cluster, Pool
 from pdjax.serving.executor import Executor
 from pdjax.sim.hardware import Device
 from pdjax.sim.roofline import Roofline, num_pages
 from pdjax.sim.sim_executor import SimExecutor
+from pdjax.sources import WHEEL_FILES, resolve
+
+ENGINE_MODELS = ("tiny", *WHEEL_FILES)
 
 
 class World(Protocol):
-  """A place to serve. `alone` are step times of one device while the others idle (targets come
-  from them), `together` those while all are busy (capacity comes from them).
+  """A place to serve. `alone` are step times of one pool while the others idle (targets come from
+  them), `together` those while all are busy (capacity comes from them).
   """
 
   label: str
@@ -51,83 +53,18 @@ class World(Protocol):
 
   def prompts(self, lengths, seed: int, *, chat: bool) -> list[tuple[int, ...]] | None: ...
 
-  def executor(self, device: int) -> Executor: ...
+  def executor(self, devices: tuple[int, ...]) -> Executor: ...
 
   def clock(self) -> Clock: ...
 
   def top2_margin(self, token_ids: Sequence[int]) -> float | None: ...
 
 
-def make_pages(config: ExperimentConfig, longest: tuple[int, int], pages: int | None) -> PageConfig:
-  """The cache of each pool, from the config and the longest (prompt, output) of the workload."""
-  cache = config.cache
-  max_len = cache.max_len or sum(longest) - 1  # the last output token is never cached
-  per_row = math.ceil(max_len / cache.page_size)
-  if cache.layout == "slots" and cache.num_pages not in (None, cache.num_rows * per_row):
-    raise ValueError(
-      f"cache.num_pages={cache.num_pages} goes with cache.layout=paged; in slots each of the "
-      f"{cache.num_rows} rows has {per_row} pages of its own"
-    )
-  return PageConfig(
-    num_rows=cache.num_rows,
-    page_size=cache.page_size,
-    pages_per_row=per_row,
-    num_pages=cache.num_pages or pages or cache.num_rows * per_row,
-    contiguous=cache.layout == "slots",
-  )
-
-
-def make_cluster(
-  config: ExperimentConfig,
-  strategy: str,
-  pages: PageConfig,
-  executor: Callable[[int], Executor],
-) -> Cluster:
-  """The pools of a strategy, one device each."""
-  pools = []
-  for device, spec in enumerate(pick(STRATEGIES, strategy, "strategy")(config.num_devices)):
-    policy = pick(POLICIES, policy_name(config, spec), "policy")
-    scheduler = Scheduler(policy, pages, limits(config, spec, pages))
-    pools.append(Pool(spec.name, spec.role, scheduler, executor(device)))
-  return Cluster(pools)
-
-
-def policy_name(config: ExperimentConfig, spec: PoolSpec) -> str:
-  """The policy of a pool.
-
-  Raises:
-    ValueError: `scheduler.policy` names one that cannot serve a mixed pool.
-  """
-  if spec.role != "mixed" or config.scheduler.policy is None:
-    return spec.policy
-  if config.scheduler.policy in HALF:
-    raise ValueError(
-      f"scheduler.policy={config.scheduler.policy} serves only half of a request, and mixed pools "
-      f"have nobody to hand it to; try {', '.join(sorted(POLICIES.keys() - HALF))}"
-    )
-  return config.scheduler.policy
-
-
-def limits(config: ExperimentConfig, spec: PoolSpec, pages: PageConfig) -> SchedulerConfig:
-  """The limits of a pool's steps: the scheduler keeps them, the engine compiles shapes for them."""
-  whole = config.scheduler.prefill_budget or max(pages.capacity_tokens, pages.num_rows)
-  return SchedulerConfig(
-    token_budget=whole if spec.takes_whole_prompts else config.scheduler.token_budget,
-    chunk_prompts=not spec.takes_whole_prompts,
-    decodes=spec.role != "prefill",
-    watermark=config.scheduler.watermark,
-  )
-
-
-def largest_budgets(config: ExperimentConfig, pages: PageConfig) -> tuple[int, int]:
-  """The most tokens of any step, and of any that mixes prefill and decode, over all strategies."""
-  budgets, mixing = [], [pages.num_rows]
-  for strategy in config.strategies:
-    for spec in STRATEGIES[strategy](config.num_devices):
-      budgets.append(limits(config, spec, pages).token_budget)
-      if policy_name(config, spec) not in UNMIXED:
-        mixing.append(budgets[-1])
-  return max(budgets), max(mixing)
+def pools_of(config: ExperimentConfig) -> list[PoolSpec]:
+  """The pools of all strategies of an experiment, which take turns on the same devices."""
+  return [
+    spec for name in config.strategies for spec in STRATEGIES[name](config.num_devices, config.tp)
+  ]
 
 
 class SimWorld:
@@ -138,20 +75,30 @@ class SimWorld:
   def __init__(self, config: ExperimentConfig, longest: tuple[int, int], context: int):
     self.model = pick(MODELS, config.model, "model")
     device: Device = pick(HARDWARE, config.hardware, "hardware")
-    self._link = link(config.link)
     self._longest, self._context = longest, context
-    self._latency = Roofline(model=self.model, device=device)
-    fits = num_pages(model=self.model, device=device, page_size=config.cache.page_size)
-    self.pages = make_pages(config, longest, None if config.cache.layout == "slots" else fits)
+    tp, between = config.tp, link(config.link)
+    self._latency = Roofline(model=self.model, device=device, tp=tp, link=between)
+    # Each device of a pool sends its kv heads to its counterpart in the other, all at once.
+    self._link = dataclasses.replace(
+      between, bytes_per_s=between.bytes_per_s * min(tp, self.model.num_kv_heads)
+    )
+    fits = num_pages(model=self.model, device=device, page_size=config.cache.page_size, tp=tp)
+    self.pages = _make_pages(config, longest, None if config.cache.layout == "slots" else fits)
     if self.pages.num_pages > fits:
       raise ValueError(
         f"{self.pages.num_pages} pages of {config.cache.page_size} tokens do not fit beside the "
         f"weights of {self.model.name} on {device.name}: {fits} do"
       )
-    self.label = f"simulated {self.model.name} on {config.num_devices} x {device.label}"
+    self.label = (
+      f"simulated {self.model.name} on {config.num_devices} x {device.label}{_each(config)}"
+    )
     caveat = "step times are a latency model's, not measured"
     if not device.is_calibrated:
       caveat += ", and from data-sheet peaks: too fast by a third or more"
+    if tp > 1:
+      caveat += (
+        f"; what tp={tp} costs is uncalibrated: a share of each operator and a link's data sheet"
+      )
     self.caveats = [caveat, *_beyond_training(self.model, longest)]
 
   def load(self) -> None:
@@ -168,7 +115,7 @@ class SimWorld:
   def prompts(self, lengths, seed: int, *, chat: bool) -> None:
     return None
 
-  def executor(self, device: int) -> SimExecutor:
+  def executor(self, devices: tuple[int, ...]) -> SimExecutor:
     return SimExecutor(
       step_s=self._latency.step_s,
       link=self._link,
@@ -190,24 +137,26 @@ class JaxWorld:
   def __init__(self, config: ExperimentConfig, longest: tuple[int, int], context: int):
     self._config, self._longest, self._context = config, longest, context
     # A wrong name or a broken file fails before jax is even imported.
-    self._checkpoint = _find_checkpoint(config.model)
-    self.pages = make_pages(config, longest, None)
-    self._executors: list[Executor] = []
+    self._path = _find(config.model)
+    self.pages = _make_pages(config, longest)
+    self._executors: dict[tuple[int, ...], Executor] = {}
 
   def load(self) -> None:
     config, num_devices = self._config, self._config.num_devices
-    (self.model, weights), self._tokenizer = _read(config.model, self._checkpoint)
+    checkpoint, self._tokenizer = open_model(self._path, check_weights=config.check_weights)
+    self.model = checkpoint.config
 
-    from pdjax.engine.mesh import ensure_devices
-    from pdjax.models.transformer import from_arrays, random_arrays
+    from pdjax.engine.mesh import ensure_devices, make_mesh
 
-    self._devices = ensure_devices(num_devices)
-    if weights is None:
-      weights = random_arrays(self.model, seed=0)
-    self._model = from_arrays(self.model, weights)
-    platform = self._devices[0].platform
+    devices = ensure_devices(num_devices)
+    self._groups = {
+      group: [devices[i] for i in group] for group in device_groups(num_devices, config.tp)
+    }
+    self._model = checkpoint.load(target=make_mesh(next(iter(self._groups.values()))))
+    platform = devices[0].platform
     name = pathlib.Path(config.model).name
-    self.label = f"{name} on {num_devices} {platform} device{'s' if num_devices > 1 else ''}"
+    plural = "s" if num_devices > 1 else ""
+    self.label = f"{name} on {num_devices} {platform} device{plural}{_each(config)}"
     self.caveats = _beyond_training(self.model, self._longest)
     if platform == "cpu" and num_devices > 1:
       self.caveats.insert(
@@ -217,89 +166,77 @@ class JaxWorld:
   def prepare(self, show: Callable[[str], None]) -> None:
     from pdjax.engine.build import build_executors, default_buckets, warm_up
 
-    config, devices = self._config, self._devices
-    num_devices = len(devices)
-    show(f"warm-up: compiling for {num_devices} devices")
-    whole_budget, chunk_budget = largest_budgets(config, self.pages)
+    config, specs = self._config, pools_of(self._config)
+    show(f"warm-up: compiling for {config.num_devices} devices{_each(config)}")
+    whole_budget, chunk_budget = largest_budgets(specs, config.scheduler, self.pages)
     buckets = default_buckets(self.pages, whole_budget=whole_budget, chunk_budget=chunk_budget)
-    self._executors, _ = build_executors(
-      self._model, self.pages, buckets, devices, layout=config.cache.layout
+    roles = roles_of(specs)
+    executors = build_executors(
+      self._model,
+      self.pages,
+      buckets,
+      [self._groups[group] for group in roles],
+      layout=config.cache.layout,
     )
-    roles = [set() for _ in devices]
-    for strategy in config.strategies:
-      for device, spec in enumerate(STRATEGIES[strategy](num_devices)):
-        roles[device].add(spec.role)
+    self._executors = dict(zip(roles, executors, strict=True))
     self._able = {  # by kind of step; a shape that no pool uses is not compiled to be timed
-      kind: [i for i, own in enumerate(roles) if own & {kind, "mixed"}]
+      kind: [self._executors[group] for group, own in roles.items() if own & {kind, "mixed"}]
       for kind in ("prefill", "decode")
     }
-    for number, line in enumerate(warm_up(self._executors, roles), 1):
+    for number, line in enumerate(warm_up(executors, list(roles.values())), 1):
       show(f"warm-up, shape {number}: {line}")
     where = dict(longest_prompt=self._longest[0], context=self._context, repeats=3)
-    show("timing steps, one device at a time")
-    self.alone = measure(
-      self.pages, lambda plan: self._time(self._able[plan.kind][:1], plan), **where
-    )
-    show("timing steps, all devices together")
-    self.together = measure(
-      self.pages, lambda plan: self._time(self._able[plan.kind], plan), **where
-    )
-    for executor in self._executors:
+    show("timing steps, one pool at a time")
+    self.alone = measure(self.pages, lambda plan: _time(self._able[plan.kind][:1], plan), **where)
+    show("timing steps, all pools together")
+    self.together = measure(self.pages, lambda plan: _time(self._able[plan.kind], plan), **where)
+    for executor in executors:
       executor.reset()
     # What compiling left behind is never garbage: a full collection in a run would be a gap.
     gc.collect()
     gc.freeze()
-
-  def _time(self, devices: list[int], plan: StepPlan) -> float:
-    start_s = time.perf_counter()
-    for ticket in [self._executors[device].submit(plan, 0.0) for device in devices]:
-      ticket.result()
-    return time.perf_counter() - start_s
 
   def prompts(self, lengths, seed: int, *, chat: bool) -> list[tuple[int, ...]]:
     from pdjax.workloads.prompts import text_prompts
 
     return text_prompts(self._tokenizer, lengths, seed, chat=chat)
 
-  def executor(self, device: int) -> Executor:
-    self._executors[device].reset()
-    return self._executors[device]
+  def executor(self, devices: tuple[int, ...]) -> Executor:
+    self._executors[devices].reset()
+    return self._executors[devices]
 
   def clock(self) -> WallClock:
     return WallClock()
 
   def top2_margin(self, token_ids: Sequence[int]) -> float:
-    return self._executors[0].top2_margin(token_ids)
+    return next(iter(self._executors.values())).top2_margin(token_ids)
 
 
-def _find_checkpoint(name: str) -> pathlib.Path | None:
-  """The GGUF file of a model, fetched if need be; None for the tiny model, which has no file."""
-  if name.endswith(".gguf"):
-    path = pathlib.Path(name)
-    if not path.is_file():
-      raise ValueError(f"model file {name} does not exist; give the path of a .gguf file")
-    return path
-  pick(MODELS, name, "model")
-  if name == "tiny":
-    return None
-  if name not in CHECKPOINTS:
-    runs = ", ".join(["tiny", *CHECKPOINTS])
+def _time(executors: Sequence[Executor], plan: StepPlan) -> float:
+  start_s = time.perf_counter()
+  for ticket in [executor.submit(plan, 0.0) for executor in executors]:
+    ticket.result()
+  return time.perf_counter() - start_s
+
+
+def _make_pages(
+  config: ExperimentConfig, longest: tuple[int, int], num_pages: int | None = None
+) -> PageConfig:
+  return make_pages(config.cache, sum(longest) - 1, num_pages)  # the last output is never cached
+
+
+def _each(config: ExperimentConfig) -> str:
+  return "" if config.tp == 1 else f", {config.tp} a pool"
+
+
+def _find(name: str) -> pathlib.Path:
+  """The path of a model's checkpoint, downloaded if need be."""
+  if name in MODELS and name not in ENGINE_MODELS:
     raise ValueError(
-      f"model {name!r} has no weights here: the engine runs {runs} or a .gguf file; "
-      f"--backend=sim simulates any model"
+      f"model {name!r} has no weights here: the engine runs {', '.join(ENGINE_MODELS)}, the path "
+      f"of a checkpoint or a Hugging Face repo id; --backend=sim simulates any model"
     )
-  return fetch(name)
-
-
-def _read(name: str, checkpoint: pathlib.Path | None):
-  """((shape, weights or None for random ones), tokenizer) of a model. Imports no jax."""
-  from pdjax.tokenizer import ByteTokenizer, Tokenizer
-
-  if checkpoint is None:
-    return (MODELS[name], None), ByteTokenizer(MODELS[name].vocab_size)
-  from pdjax.models.checkpoints.gguf import load_gguf
-
-  return load_gguf(checkpoint), Tokenizer.from_gguf(checkpoint)
+  return resolve(name, show=lambda line: print(line, file=sys.stderr))
 
 
 def _beyond_training(model: ModelConfig, longest: tuple[int, int]) -> list[str]:

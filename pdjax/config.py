@@ -107,12 +107,18 @@ class SamplingConfig:
   temperature: float = 0.0
   top_k: int | None = None
   top_p: float = 1.0
+  min_p: float = 0.0
+  repetition_penalty: float = 1.0
 
   def __post_init__(self):
     try:
-      SamplingParams(max_tokens=1, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+      self.params()
     except ValueError as error:
       raise ValueError(f"sampling.{error}") from error
+
+  def params(self) -> SamplingParams:
+    """These for a single token; a workload gives each request its own `max_tokens`."""
+    return SamplingParams(max_tokens=1, **to_plain(self))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,13 +138,19 @@ class SloConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExperimentConfig:
-  """One experiment. `model`, `hardware` and `link` are names that the program looks up."""
+  """One experiment. `model`, `hardware` and `link` are names that the program looks up.
+
+  `num_devices` counts all devices; each pool has `tp` of them, over which the model is split
+  (tensor parallelism). `check_weights` refuses weights that are not finite, for a pass over them.
+  """
 
   model: str = "smollm2-135m"
   hardware: str = "cpu"
   link: str = "nvlink"
   backend: str = "jax"
   num_devices: int = 2
+  tp: int = 1
+  check_weights: bool = False
   strategies: tuple[str, ...] = ("continuous", "chunked", "disaggregated")
   workload: WorkloadConfig
   scheduler: SchedulerOptions = SchedulerOptions()
@@ -149,8 +161,7 @@ class ExperimentConfig:
   def __post_init__(self):
     if self.backend not in ("jax", "sim"):
       raise ValueError(f"backend={self.backend!r} must be 'jax' or 'sim'")
-    if self.num_devices < 1:
-      raise ValueError(f"num_devices={self.num_devices} must be at least 1")
+    device_groups(self.num_devices, self.tp)
     if not self.strategies:
       raise ValueError("strategies is empty; name at least one")
     for name in self.strategies:
@@ -161,47 +172,78 @@ class ExperimentConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSpec:
-  """One pool of a strategy. `takes_whole_prompts`: its budget is `prefill_budget`, no chunks."""
+  """One pool of a strategy: its devices, by index, and what it does.
+
+  `takes_whole_prompts`: its budget is `prefill_budget`, no chunks.
+  """
 
   name: str
   role: str
   policy: str
   takes_whole_prompts: bool
+  devices: tuple[int, ...]
 
 
-def _continuous(num_devices: int) -> tuple[PoolSpec, ...]:
-  """Continuous batching as vLLM first had it: every device a mixed pool, whole prompts first."""
+def device_groups(num_devices: int, tp: int) -> list[tuple[int, ...]]:
+  """Devices 0, 1, ... in groups of `tp`.
+
+  Raises:
+    ValueError: a number below 1, or devices that are left over.
+  """
+  for name, value in (("num_devices", num_devices), ("tp", tp)):
+    if value < 1:
+      raise ValueError(f"{name}={value} must be at least 1")
+  if num_devices % tp:
+    raise ValueError(
+      f"num_devices={num_devices} is no multiple of tp={tp}: every pool has tp devices, and "
+      f"num_devices counts those of all pools"
+    )
+  return [tuple(range(start, start + tp)) for start in range(0, num_devices, tp)]
+
+
+def _pools(
+  groups: Iterable[tuple[int, ...]], role: str, policy: str, *, takes_whole_prompts: bool
+) -> tuple[PoolSpec, ...]:
   return tuple(
-    PoolSpec(name=f"mixed{i}", role="mixed", policy="prefill_first", takes_whole_prompts=True)
-    for i in range(num_devices)
+    PoolSpec(
+      name=f"{role}{i}",
+      role=role,
+      policy=policy,
+      takes_whole_prompts=takes_whole_prompts,
+      devices=devices,
+    )
+    for i, devices in enumerate(groups)
   )
 
 
-def _chunked(num_devices: int) -> tuple[PoolSpec, ...]:
-  """Chunked prefill (Sarathi-Serve): every device a mixed pool, chunks beside the decodes."""
-  return tuple(
-    PoolSpec(name=f"mixed{i}", role="mixed", policy="sarathi", takes_whole_prompts=False)
-    for i in range(num_devices)
+def _continuous(num_devices: int, tp: int = 1) -> tuple[PoolSpec, ...]:
+  """Continuous batching as vLLM first had it: mixed pools alone, whole prompts first."""
+  groups = device_groups(num_devices, tp)
+  return _pools(groups, "mixed", "prefill_first", takes_whole_prompts=True)
+
+
+def _chunked(num_devices: int, tp: int = 1) -> tuple[PoolSpec, ...]:
+  """Chunked prefill (Sarathi-Serve): mixed pools alone, chunks beside the decodes."""
+  groups = device_groups(num_devices, tp)
+  return _pools(groups, "mixed", "sarathi", takes_whole_prompts=False)
+
+
+def _disaggregated(num_devices: int, tp: int = 1) -> tuple[PoolSpec, ...]:
+  """Disaggregation (DistServe): half of the pools prefill, half decode."""
+  groups = device_groups(num_devices, tp)
+  half = len(groups) // 2
+  if not half:
+    each = "" if tp == 1 else f" (two pools of tp={tp})"
+    raise ValueError(
+      f"disaggregated needs at least {2 * tp} devices{each}, not num_devices={num_devices}"
+    )
+  return (
+    *_pools(groups[:half], "prefill", "prefill_only", takes_whole_prompts=True),
+    *_pools(groups[half:], "decode", "decode_only", takes_whole_prompts=False),
   )
 
 
-def _disaggregated(num_devices: int) -> tuple[PoolSpec, ...]:
-  """Disaggregation (DistServe): half of the devices prefill, half decode."""
-  if num_devices < 2:
-    raise ValueError(f"disaggregated needs at least 2 devices, not num_devices={num_devices}")
-  half = num_devices // 2
-  prefill = [
-    PoolSpec(name=f"prefill{i}", role="prefill", policy="prefill_only", takes_whole_prompts=True)
-    for i in range(half)
-  ]
-  decode = [
-    PoolSpec(name=f"decode{i}", role="decode", policy="decode_only", takes_whole_prompts=False)
-    for i in range(num_devices - half)
-  ]
-  return (*prefill, *decode)
-
-
-# Strategy name -> the pools it makes of so many devices. A new strategy is a line here.
+# Strategy name -> the pools it makes of `num_devices` in groups of `tp`. A new one is a line here.
 STRATEGIES = {
   "continuous": _continuous,
   "chunked": _chunked,

@@ -102,6 +102,8 @@ def test_a_file_of_another_kind_is_named(tmp_path):
     ("strategies=(chunked,continuous)", "strategies", ("chunked", "continuous")),
     ("cache.max_len=64", "cache.max_len", 64),
     ("scheduler.steps_in_flight=2", "scheduler.steps_in_flight", 2),
+    ("tp=2", "tp", 2),
+    ("check_weights=True", "check_weights", True),
   ],
 )
 def test_an_assignment_sets_one_value_of_the_right_type(assignment, path, value):
@@ -137,6 +139,7 @@ def test_a_part_can_be_replaced_whole():
     ("strategies=chunked,nonsense", "unknown strategy 'nonsense'"),
     ("strategies=()", "strategies is empty"),
     ("num_devices=0", "num_devices=0 must be at least 1"),
+    ("tp=3", "num_devices=2 is no multiple of tp=3"),
   ],
 )
 def test_an_assignment_that_makes_no_sense_says_why(assignment, message):
@@ -165,6 +168,8 @@ def test_an_assignment_that_makes_no_sense_says_why(assignment, message):
     (SamplingConfig, {"temperature": -1.0}, "sampling.temperature=-1.0 must be"),
     (SamplingConfig, {"top_k": 0}, "sampling.top_k=0 must be at least 1"),
     (SamplingConfig, {"top_p": 1.5}, "sampling.top_p=1.5 must be in (0, 1]"),
+    (SamplingConfig, {"min_p": 1.5}, "sampling.min_p=1.5 must be in [0, 1]"),
+    (SamplingConfig, {"repetition_penalty": 0.0}, "sampling.repetition_penalty=0.0 must be"),
     (SloConfig, {"tpot_multiple": float("inf")}, "slo.tpot_multiple=inf must be positive"),
     (SchedulerOptions, {"token_budget": 0}, "scheduler.token_budget=0 must be at least 1"),
     (SchedulerOptions, {"steps_in_flight": 3}, "scheduler.steps_in_flight=3 must be 1 or 2"),
@@ -177,6 +182,8 @@ def test_an_assignment_that_makes_no_sense_says_why(assignment, message):
     (SloConfig, {"tpot_multiple": 0.0}, "slo.tpot_multiple=0.0 must be positive"),
     (ExperimentConfig, {"backend": "cuda"}, "backend='cuda' must be 'jax' or 'sim'"),
     (ExperimentConfig, {"num_devices": 0}, "num_devices=0 must be at least 1"),
+    (ExperimentConfig, {"tp": 0}, "tp=0 must be at least 1"),
+    (ExperimentConfig, {"num_devices": 6, "tp": 4}, "num_devices=6 is no multiple of tp=4"),
     (ExperimentConfig, {"strategies": ()}, "strategies is empty; name at least one"),
     (
       ExperimentConfig,
@@ -193,18 +200,27 @@ def test_a_value_outside_its_range_is_refused_with_the_value(make, changes, mess
   assert message in str(error.value)
 
 
-@pytest.mark.parametrize("num_devices", [2, 3, 8])
+@pytest.mark.parametrize(("num_devices", "tp"), [(2, 1), (3, 1), (8, 1), (4, 2), (9, 3), (8, 4)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_strategy_uses_every_device_once(strategy, num_devices):
-  pools = STRATEGIES[strategy](num_devices)
-  assert len(pools) == len({p.name for p in pools}) == num_devices
+def test_every_strategy_uses_every_device_once_in_groups_of_tp(strategy, num_devices, tp):
+  pools = STRATEGIES[strategy](num_devices, tp)
+  assert len(pools) == len({p.name for p in pools})
+  assert sorted(i for p in pools for i in p.devices) == list(range(num_devices))
+  assert {len(p.devices) for p in pools} == {tp}
   roles = {p.role for p in pools}
   assert roles == ({"prefill", "decode"} if strategy == "disaggregated" else {"mixed"})
 
 
-def test_disaggregation_needs_two_devices():
-  with pytest.raises(ValueError, match="at least 2 devices, not num_devices=1"):
-    STRATEGIES["disaggregated"](1)
+@pytest.mark.parametrize("tp", [1, 4])
+def test_disaggregation_needs_two_pools(tp):
+  with pytest.raises(ValueError, match=rf"at least {2 * tp} devices.*, not num_devices={tp}"):
+    STRATEGIES["disaggregated"](tp, tp)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_devices_that_are_left_over_are_refused(strategy):
+  with pytest.raises(ValueError, match="num_devices=7 is no multiple of tp=2"):
+    STRATEGIES[strategy](7, 2)
 
 
 @pytest.mark.parametrize("change", ["num_devices=2.0", 'strategies="chunked"'])

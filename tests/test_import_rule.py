@@ -19,6 +19,7 @@ ARROWS = {
   "core": (),
   "kernels": (),
   "tokenizer": ("core",),
+  "sources": ("core",),
   "scheduling": ("core",),
   "serving": ("scheduling",),
   "workloads": ("core", "tokenizer"),
@@ -28,6 +29,8 @@ ARROWS = {
   "sim": ("serving",),
   "analysis": ("workloads", "metrics", "sim"),
   "config": ("core", "workloads", "scheduling"),
+  "deployment": ("config", "serving"),
+  "stopping": ("scheduling",),
 }
 DOORS = {"__init__", "llm"}  # what a user comes in by: may import every part
 

@@ -7,6 +7,7 @@ efficiency below 1 in a fit, not here.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from operator import mul
 from typing import NamedTuple
@@ -178,6 +179,36 @@ def _elementwise(
     counts.num_tokens
     * (values_written * bytes_per_activation + layers * 2 * kv_width * bytes_per_kv),
     7 * layers + 2,
+  )
+
+
+def shard_of(config: ModelConfig, tp: int) -> ModelConfig:
+  """What one of `tp` devices holds and computes of a model (the Megatron split).
+
+  Heads, the MLP and the vocabulary are split; kv heads are copied where there are too few, the
+  vocabulary where it does not divide. Norms and residuals, all of width `d_model`, are everywhere.
+
+  Raises:
+    ValueError: `tp` divides not the heads, not the MLP, or neither divides nor is divided by the
+      kv heads.
+  """
+  for field in ("num_heads", "d_ff"):
+    if getattr(config, field) % tp:
+      raise ValueError(
+        f"model {config.name}: {field}={getattr(config, field)} is no multiple of the {tp} devices "
+        f"of tensor parallelism"
+      )
+  if config.num_kv_heads % tp and tp % config.num_kv_heads:
+    raise ValueError(
+      f"model {config.name}: num_kv_heads={config.num_kv_heads} can neither be split over {tp} "
+      f"devices of tensor parallelism nor copied evenly to them"
+    )
+  return dataclasses.replace(
+    config,
+    num_heads=config.num_heads // tp,
+    num_kv_heads=max(1, config.num_kv_heads // tp),
+    d_ff=config.d_ff // tp,
+    vocab_size=config.vocab_size // (1 if config.vocab_size % tp else tp),
   )
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +103,17 @@ class ModelConfig:
       raise ValueError(f"model {self.name}: shared_norm needs parallel_residual")
     if self.sliding_window is not None and self.sliding_window < 1:
       raise ValueError(f"model {self.name}: sliding_window={self.sliding_window} must be positive")
+
+  @classmethod
+  def from_hf(cls, source: Mapping[str, Any] | str | os.PathLike) -> ModelConfig:
+    """The model of a Hugging Face config.json, given as its path or as what it holds.
+
+    Raises:
+      ValueError: an architecture or a setting that is not supported, or a key that is missing.
+    """
+    from pdjax.core.hf_config import read_hf_config
+
+    return read_hf_config(source)
 
   def window(self, layer: int) -> int | None:
     """How many tokens a token of `layer` sees, itself included; None for all."""

@@ -12,12 +12,14 @@ class Slice:
   """Positions [start, start + num_tokens) of one sequence, whose ids the host knows: prefill.
 
   `token_ids` is None where the prompt is only a length. `emits_token`: the slice reaches the last
-  known token, so a new one is sampled.
+  known token, so a new one is sampled. The prompt has `num_prompt_tokens`: what a slice recomputes
+  beyond it, after a preemption, is output.
   """
 
   request_id: int
   generation: int
   row: int
+  num_prompt_tokens: int
   start: int
   num_tokens: int
   token_ids: tuple[int, ...] | None
@@ -77,11 +79,25 @@ class StepPlan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+  """Log-probabilities at one place of the output: of the chosen token and of the likeliest ids.
+
+  As many likeliest as the request asked for, likeliest first; the chosen one may be among them.
+  """
+
+  logprob: float
+  top_ids: tuple[int, ...] = ()
+  top_logprobs: tuple[float, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
   """The sampled token of each prefill slice that emits one, in order, then of each decode slice.
 
   A token of None is a request that failed in this step; `errors` has (request_id, reason) for each.
+  `logprobs` is in parallel to the tokens, None for those that did not ask; empty if none did.
   """
 
   token_ids: tuple[int | None, ...]
+  logprobs: tuple[TokenLogprobs | None, ...] = ()
   errors: tuple[tuple[int, str], ...] = ()

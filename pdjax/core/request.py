@@ -3,36 +3,76 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+
+MAX_LOGPROBS = 20  # a step gives so many likeliest ids of each row that asks; a static shape
+MAX_HELD_STOP_IDS = 8  # stop ids of a row that a step can mask before `min_tokens`; likewise
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
   """How tokens are chosen and when to stop.
 
-  `temperature` 0 is greedy. `top_k` None and `top_p` 1 keep the whole vocabulary. The random key of
-  a token is folded from (`seed`, position), so it never depends on batch-mates; `seed` None takes
-  the request id. A token of `stop_ids` ends the request and is its last token.
+  The order is that of vLLM: `repetition_penalty` over the ids of the prompt and of the output so
+  far (positive logits are divided by it, others multiplied); the mask that holds back `stop_ids`
+  before `min_tokens` tokens; `temperature` (0 is greedy); `top_k`; `top_p` of what that leaves;
+  `min_p`, which keeps ids at least so many times as likely as the likeliest. `top_k` None, `top_p`
+  1, `min_p` 0 and `repetition_penalty` 1 change nothing. The random key of a token is folded from
+  (`seed`, position), so it never depends on batch-mates; `seed` None takes the request id.
+
+  A token of `stop_ids` ends the request and is its last token; ids that the model does not have
+  never come. A string of `stop` ends it too, and is cut away: `pdjax.stopping` says how. Neither
+  ends it before `min_tokens` tokens of other text. `ignore_eos` leaves the tokenizer's end-of-text
+  out of the stop ids (`pdjax.stopping.with_eos` puts it in).
+
+  `logprobs` asks for log-probabilities under the raw logits, before all of the above, as vLLM and
+  OpenAI give them: 0 for those of the chosen tokens, n also for the n likeliest at each place.
 
   Raises:
     ValueError: a value outside its range, with the value.
   """
 
   max_tokens: int
+  min_tokens: int = 0
   temperature: float = 0.0
   top_k: int | None = None
   top_p: float = 1.0
+  min_p: float = 0.0
+  repetition_penalty: float = 1.0
   seed: int | None = None
   stop_ids: tuple[int, ...] = ()
+  stop: tuple[str, ...] = ()
+  ignore_eos: bool = False
+  logprobs: int | None = None
 
   def __post_init__(self):
     if self.max_tokens < 1:
       raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
+    if not 0 <= self.min_tokens <= self.max_tokens:
+      raise ValueError(f"min_tokens={self.min_tokens} must be in [0, max_tokens={self.max_tokens}]")
     if not self.temperature >= 0:
       raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or positive")
     if self.top_k is not None and self.top_k < 1:
       raise ValueError(f"top_k={self.top_k} must be at least 1, or None for no limit")
     if not 0 < self.top_p <= 1:
       raise ValueError(f"top_p={self.top_p} must be in (0, 1]")
+    if not 0 <= self.min_p <= 1:
+      raise ValueError(f"min_p={self.min_p} must be in [0, 1]")
+    if not 0 < self.repetition_penalty < math.inf:
+      raise ValueError(
+        f"repetition_penalty={self.repetition_penalty} must be positive, 1 for no penalty"
+      )
+    if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+      raise ValueError(f"stop={self.stop!r} must be a tuple of strings, none of them empty")
+    if self.min_tokens and len(self.stop_ids) > MAX_HELD_STOP_IDS:
+      raise ValueError(
+        f"min_tokens={self.min_tokens} can hold back {MAX_HELD_STOP_IDS} stop ids at most, not "
+        f"{len(self.stop_ids)} (the tokenizer's end-of-text counts)"
+      )
+    if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+      raise ValueError(
+        f"logprobs={self.logprobs} must be in [0, {MAX_LOGPROBS}], or None for none at all"
+      )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

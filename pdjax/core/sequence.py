@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from pdjax.core.plan import TokenLogprobs
 from pdjax.core.request import Request
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
   """Counts tokens; knows no phase.
 
@@ -16,10 +17,15 @@ class Sequence:
 
     0 ........ num_computed ........ num_scheduled ........ num_tokens
       K/V in cache        plans in flight        not yet planned
+
+  `output_logprobs` is in parallel to `output_ids`, or empty where none were asked for. A finish
+  rule that ends the request at a stop string sets `num_kept_tokens`: both are cut to it.
   """
 
   request: Request
   output_ids: list[int] = dataclasses.field(default_factory=list)
+  output_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+  num_kept_tokens: int | None = None  # of the output, when it has ended; None for all
   num_computed_tokens: int = 0
   num_scheduled_tokens: int = 0
   num_pending_tokens: int = 0
@@ -64,6 +70,12 @@ class Sequence:
     if end <= num_prompt:
       return prompt[start:end]
     return prompt[start:] + tuple(self.output_ids[max(0, start - num_prompt) : end - num_prompt])
+
+  def cut(self) -> None:
+    """Keeps the first `num_kept_tokens` of the output, once the request has ended."""
+    if self.num_kept_tokens is not None:
+      del self.output_ids[self.num_kept_tokens :]
+      del self.output_logprobs[self.num_kept_tokens :]
 
   def lose_row(self) -> None:
     """Forgets what was computed and scheduled: everything known is prefill again."""

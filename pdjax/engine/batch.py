@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pdjax.core.plan import PageUpdates, Slice, StepPlan
-from pdjax.core.request import SamplingParams
+from pdjax.core.request import MAX_HELD_STOP_IDS, SamplingParams
 from pdjax.engine.buckets import Buckets, pick_bucket
 from pdjax.models.attention import PREFILL_TILE, DecodeRows, PrefillTiles, StepBatch
 from pdjax.models.sampling import Sampling
@@ -16,7 +16,7 @@ _TOKENS_PER_EMIT = 16  # a prefill bucket of T tokens has room for T / 16 first 
 
 
 class StepInputs(NamedTuple):
-  """All that a compiled step takes besides parameters, cache and last tokens.
+  """All that a compiled step takes besides parameters and what it updates.
 
   The ids of decode tokens are on the device: the step fills them in from `last_token`. There are R
   samples: for each slice that emits a token, padded, then for each decode row, padded.
@@ -42,25 +42,46 @@ class RowState:
     self.temperature = np.zeros(num_rows + 1, np.float32)
     self.top_k = np.full(num_rows + 1, vocab_size, np.int32)
     self.top_p = np.ones(num_rows + 1, np.float32)
+    self.min_p = np.zeros(num_rows + 1, np.float32)
+    self.repetition_penalty = np.ones(num_rows + 1, np.float32)
     self.seed = np.zeros(num_rows + 1, np.uint32)
+    self.min_position = np.zeros(num_rows + 1, np.int32)
+    self.stop_ids = np.full((num_rows + 1, MAX_HELD_STOP_IDS), vocab_size, np.int32)
+    self.logprobs: list[int | None] = [None] * (num_rows + 1)  # how many of the likeliest
 
   def update_pages(self, updates: PageUpdates) -> None:
     if updates.rows:
       self.tables[updates.rows, updates.indices] = updates.page_ids
 
-  def seat(self, row: int, request_id: int, sampling: SamplingParams) -> None:
-    """A request begins in `row`."""
+  def seat(
+    self, row: int, request_id: int, num_prompt_tokens: int, sampling: SamplingParams
+  ) -> None:
+    """A request begins in `row`. Stop ids that the model does not have are left out."""
     self.temperature[row] = sampling.temperature
     self.top_k[row] = min(sampling.top_k or self.vocab_size, self.vocab_size)
     self.top_p[row] = sampling.top_p
+    self.min_p[row] = sampling.min_p
+    self.repetition_penalty[row] = sampling.repetition_penalty
     self.seed[row] = (request_id if sampling.seed is None else sampling.seed) & 0xFFFFFFFF
+    stop_ids = [i for i in sampling.stop_ids if 0 <= i < self.vocab_size]
+    holds_stops = bool(stop_ids) and sampling.min_tokens > 0
+    self.min_position[row] = num_prompt_tokens + sampling.min_tokens if holds_stops else 0
+    self.stop_ids[row] = self.vocab_size
+    if holds_stops:
+      self.stop_ids[row, : len(stop_ids)] = stop_ids
+    self.logprobs[row] = sampling.logprobs
 
   def sampling(self, rows: np.ndarray) -> Sampling:
     return Sampling(
       temperature=self.temperature[rows],
       top_k=self.top_k[rows],
       top_p=self.top_p[rows],
+      min_p=self.min_p[rows],
+      repetition_penalty=self.repetition_penalty[rows],
       seed=self.seed[rows],
+      min_position=self.min_position[rows],
+      stop_ids=self.stop_ids[rows],
+      logprobs=np.array([self.logprobs[row] is not None for row in rows], bool),
     )
 
 
@@ -84,7 +105,7 @@ def step_inputs(plan: StepPlan, buckets: Buckets, rows: RowState) -> StepInputs:
   """The arrays of a plan: slices packed one after another, then its decodes. Updates `rows`."""
   rows.update_pages(plan.page_updates)
   for s in plan.prefills:
-    rows.seat(s.row, s.request_id, s.sampling)
+    rows.seat(s.row, s.request_id, s.num_prompt_tokens, s.sampling)
   num_decodes = len(plan.decodes)
   if not plan.prefills:
     num_tokens = num_decode_rows = pick_bucket(buckets.rows, num_decodes)

@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pdjax.core.plan import PageUpdates, StepPlan, StepResult
+from pdjax.core.plan import PageUpdates, StepPlan, StepResult, TokenLogprobs
 from pdjax.core.request import SamplingParams
 from pdjax.engine.batch import RowState, step_inputs
 from pdjax.engine.buckets import Buckets, pick_bucket
-from pdjax.engine.mesh import replicated
-from pdjax.engine.steps import Steps
+from pdjax.engine.steps import Steps, state_shapes
 from pdjax.engine.transfer import TransferTicket
-from pdjax.models.kv_cache import KVLayout, init_cache
+from pdjax.models.kv_cache import KVLayout
 from pdjax.models.model import Model, axes_sharding
+from pdjax.models.sampling import Sampled
 from pdjax.scheduling.pages import PageConfig
 from pdjax.scheduling.probe import probe_plan
 from pdjax.serving.executor import Handle
@@ -28,20 +28,44 @@ class StepTicket:
 
   finish_s = None
 
-  def __init__(self, ids: jax.Array, plan: StepPlan, is_used: np.ndarray):
-    self._ids, self._plan, self._is_used = ids, plan, is_used
+  def __init__(
+    self,
+    sampled: Sampled,
+    plan: StepPlan,
+    is_used: np.ndarray,
+    num_logprobs: list[int | None],  # of each sample that is used
+  ):
+    self._sampled, self._plan, self._is_used = sampled, plan, is_used
+    self._num_logprobs = num_logprobs
 
   def is_ready(self) -> bool:
-    return self._ids.is_ready()
+    return self._sampled.ids.is_ready()
 
   def result(self) -> StepResult:
-    tokens = np.asarray(self._ids)[self._is_used].tolist()
+    tokens = np.asarray(self._sampled.ids)[self._is_used].tolist()
     owners = [s.request_id for s in self._plan.prefills if s.emits_token]
     owners += self._plan.decodes.request_ids
     failed = [owner for owner, token in zip(owners, tokens, strict=True) if token < 0]
     return StepResult(
       token_ids=tuple(token if token >= 0 else None for token in tokens),
+      logprobs=self._logprobs(tokens),
       errors=tuple((owner, "the model gave logits that are not finite") for owner in failed),
+    )
+
+  def _logprobs(self, tokens: list[int]) -> tuple[TokenLogprobs | None, ...]:
+    """Leaves them on the device where nobody asked."""
+    if all(n is None for n in self._num_logprobs):
+      return ()
+    columns = [np.asarray(column)[self._is_used].tolist() for column in self._sampled[1:]]
+    return tuple(
+      None
+      if n is None or token < 0
+      else TokenLogprobs(
+        logprob=logprob, top_ids=tuple(top_ids[:n]), top_logprobs=tuple(top_logprobs[:n])
+      )
+      for n, token, logprob, top_ids, top_logprobs in zip(
+        self._num_logprobs, tokens, *columns, strict=True
+      )
     )
 
 
@@ -61,8 +85,9 @@ class JaxExecutor:
     self._params = model.to(mesh).params
     self._pages, self._layout, self._buckets = pages, layout, buckets
     self._pieces_sharding = axes_sharding("2 L K P h", layout.pieces_shape(1), mesh)
-    self._cache = init_cache(layout, axes_sharding("N K P h", layout.shape, mesh))
-    self._last_token = jax.device_put(jnp.zeros(pages.num_rows, jnp.int32), replicated(mesh))
+    self._cache, self._last_token, self._seen = jax.tree.map(
+      lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), state_shapes(model, layout, mesh)
+    )
     self.vocab_size: int = model.config.vocab_size
     self._rows = self._new_rows()
 
@@ -71,10 +96,15 @@ class JaxExecutor:
     return RowState(pages.num_rows, pages.pages_per_row, pages.num_pages, self.vocab_size)
 
   def submit(self, plan: StepPlan, now_s: float) -> StepTicket:
+    for s in plan.prefills:
+      if s.sampling.repetition_penalty != 1:
+        self._add_seen(s.row, s.token_ids, anew=s.start == 0)
     step, arguments = self._call(plan)
-    self._cache, self._last_token, ids = step(*arguments)
-    is_used = arguments[-1].sample_rows < self._pages.num_rows
-    return StepTicket(ids, plan, is_used)
+    self._cache, self._last_token, self._seen, sampled = step(*arguments)
+    sample_rows = arguments[-1].sample_rows
+    is_used = sample_rows < self._pages.num_rows
+    num_logprobs = [self._rows.logprobs[row] for row in sample_rows[is_used]]
+    return StepTicket(sampled, plan, is_used, num_logprobs)
 
   def lower(self, plan: StepPlan) -> jax.stages.Lowered:
     """The step of a plan, to be compiled and looked at. Runs nothing, but seats its rows."""
@@ -89,7 +119,12 @@ class JaxExecutor:
       "mixed": self.steps.mixed_step,
     }[plan.kind]
     inputs = step_inputs(plan, self._buckets, self._rows)
-    return step, (self._params, self._cache, self._last_token, inputs)
+    return step, (self._params, self._cache, self._last_token, self._seen, inputs)
+
+  def _add_seen(self, row: int, token_ids: tuple[int, ...], *, anew: bool) -> None:
+    ids = np.zeros(self.vocab_size, bool)
+    ids[list(token_ids)] = True
+    self._seen = self.steps.add_seen(self._seen, np.int32(row), ids, np.bool_(anew))
 
   def export(self, handle: Handle, *, page_ids: tuple[int, ...], now_s: float) -> Handle:
     used = page_ids[: -(-handle.num_tokens // self._layout.page_size)]
@@ -107,7 +142,7 @@ class JaxExecutor:
       PageUpdates(rows=(row,) * len(page_ids), indices=tuple(range(len(page_ids))),
                   page_ids=page_ids)
     )  # fmt: skip
-    self._rows.seat(row, handle.request_id, handle.sampling)
+    self._rows.seat(row, handle.request_id, handle.num_prompt_tokens, handle.sampling)
 
     def insert(pieces: jax.Array) -> None:
       self._cache, self._last_token = self.steps.scatter_pages(
@@ -118,6 +153,8 @@ class JaxExecutor:
         np.int32(row),
         np.int32(handle.first_token_id),
       )
+      if handle.token_ids is not None:
+        self._add_seen(row, handle.token_ids, anew=True)
 
     return TransferTicket(handle.payload, self._pieces_sharding, insert)
 
@@ -166,7 +203,7 @@ class JaxExecutor:
     """
     for name, run in self._warm_up_calls(roles):
       run()
-      jax.block_until_ready((self._cache, self._last_token))
+      jax.block_until_ready((self._cache, self._last_token, self._seen))
       yield name
     self.reset()
 
@@ -186,6 +223,7 @@ class JaxExecutor:
         plans.append((f"mixed {num_tokens}", probe_plan(self._pages, prefills=prefills, decodes=1)))
     for name, plan in plans:
       yield name, lambda p=plan: self.submit(p, 0.0).result()
+    yield "seen ids", lambda: self._add_seen(0, (), anew=True)
     for num_pages in buckets.pages:
       if "prefill" in roles:
         yield f"gather {num_pages} pages", lambda n=num_pages: self._export_pages(n)
@@ -203,6 +241,7 @@ class JaxExecutor:
     return Handle(
       request_id=0,
       num_tokens=num_pages * self._layout.page_size,
+      num_prompt_tokens=num_pages * self._layout.page_size,
       first_token_id=0,
       sampling=SamplingParams(max_tokens=1),
     )

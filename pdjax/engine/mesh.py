@@ -12,13 +12,15 @@ import numpy as np
 from pdjax.models.model import TENSOR_AXIS
 
 CPU_DEVICES_PER_CORE = 4
+SPARE_CPU_DEVICES = 8
 
 
 def ensure_devices(num_devices: int) -> list[jax.Device]:
-  """The first `num_devices` devices. Splits the CPU into that many where JAX has not started yet.
+  """The first `num_devices` devices. Splits the CPU where JAX has not started yet.
 
   A CPU counts for `CPU_DEVICES_PER_CORE` devices a core: more share a core and each has a copy of
-  the weights.
+  the weights. It is split into as many at once, or up to `SPARE_CPU_DEVICES`: it cannot be split
+  again when the next pool of a notebook needs more, and a device that nobody uses costs nothing.
 
   Raises:
     ValueError: fewer devices exist than asked for.
@@ -27,7 +29,7 @@ def ensure_devices(num_devices: int) -> list[jax.Device]:
   # Only the CPU can be split, and only before the first use of JAX in this process. (That JAX has
   # started already is a RuntimeError here, and no reason to fail if it has devices enough.)
   with contextlib.suppress(RuntimeError):
-    jax.config.update("jax_num_cpu_devices", min(num_devices, most))
+    jax.config.update("jax_num_cpu_devices", min(max(num_devices, SPARE_CPU_DEVICES), most))
   devices = jax.devices()
   if len(devices) < num_devices:
     raise ValueError(
@@ -40,7 +42,3 @@ def ensure_devices(num_devices: int) -> list[jax.Device]:
 def make_mesh(devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
   """A pool's mesh: its devices along the tensor axis."""
   return jax.sharding.Mesh(np.array(devices), (TENSOR_AXIS,))
-
-
-def replicated(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
-  return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from pdjax.core.model_config import ModelConfig
 from pdjax.models.attention import Attend, Reduction
@@ -17,8 +17,8 @@ from pdjax.models.kv_cache import Cache, KVLayout
 TENSOR_AXIS = "tensor"
 """The mesh axis of tensor parallelism."""
 
-# Logical axis -> mesh axis, for parameters and cache alike: the Megatron split (Shoeybi et al. 2019,
-# section 3). Each matrix pair is split by its inner axis, so a layer needs two all-reduces.
+# Logical axis -> mesh axis, for parameters and cache alike: the Megatron split (Shoeybi et al.
+# 2019, section 3). Each matrix pair is split by its inner axis, so a layer needs two all-reduces.
 AXIS_RULES = {"H": TENSOR_AXIS, "K": TENSOR_AXIS, "F": TENSOR_AXIS, "V": TENSOR_AXIS}
 _MAY_REPLICATE = ("K", "V")  # where the mesh axis does not divide them; the others are refused
 
@@ -68,22 +68,31 @@ def axes_sharding(axes: str, shape: tuple[int, ...], mesh: Mesh) -> NamedShardin
   return NamedSharding(mesh, PartitionSpec(*map(mesh_axis, letters, shape)))
 
 
+def param_sharding(
+  config: ModelConfig, axes: str, shape: tuple[int, ...], target: Target
+) -> Sharding:
+  """How a parameter with logical `axes` lies on a device, a sharding or a mesh."""
+  if isinstance(target, Mesh):
+    check_split(config, tensor_parallel(target))
+    return axes_sharding(axes, shape, target)
+  return SingleDeviceSharding(target) if isinstance(target, jax.Device) else target
+
+
 def place(
   config: ModelConfig, axes: str, array: np.ndarray, dtype: str, target: Target | None
 ) -> jax.Array | np.ndarray:
-  """One parameter on `target`, cast shard by shard. Copies: `array` may be a view of a file."""
+  """One parameter on `target`, cast shard by shard. Copies: `array` may be a view of a file.
 
-  def cast(x):
-    return np.array(x, jnp.dtype(dtype), order="C")
-
+  Returns when the device has it, so that the host need not hold the next one as well.
+  """
   if target is None:
-    return cast(array)
-  if isinstance(target, Mesh):
-    check_split(config, tensor_parallel(target))
-    target = axes_sharding(axes, array.shape, target)
-  elif isinstance(target, jax.Device):
-    target = jax.sharding.SingleDeviceSharding(target)
-  return jax.make_array_from_callback(array.shape, target, lambda index: cast(array[index]))
+    return np.array(array, jnp.dtype(dtype), order="C")
+  sharding = param_sharding(config, axes, array.shape, target)
+
+  def cast(index):  # in the order of a file's view: JAX transposes many times faster than numpy
+    return np.array(array[index], jnp.dtype(dtype), order="K")
+
+  return jax.make_array_from_callback(array.shape, sharding, cast).block_until_ready()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

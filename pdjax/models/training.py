@@ -1,4 +1,4 @@
-"""Next-token loss and optimizer: training runs the model that serving runs, under another `attend`."""
+"""Next-token loss and optimizer: training runs the model that serving runs, without a cache."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ import optax
 
 from pdjax.models.attention import Attend
 from pdjax.models.model import Model, Params
+
+# Loss and gradient of 8 sequences of 256 tokens, one layer with H 8, K 2, h 16, on 2 AVX-512 cores:
+# 18 ms with blocks of 64 queries, 27 with 128, 56 with one block, which also reads keys in vain.
+_QUERY_BLOCK = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +51,34 @@ class Schedule:
 
 
 def causal_attend(num_sequences: int) -> Attend:
-  """Attention within each of the equally long sequences that lie one after another in T; no cache."""
+  """Attention within each of the equally long sequences that follow each other in T; no cache."""
 
   def attend(q, k, v, layer_cache, window):
-    q_, k_, v_ = (x.reshape(num_sequences, -1, *x.shape[1:]) for x in (q, k, v))
-    local = None if window is None else (window - 1, 0)
-    out = jax.nn.dot_product_attention(q_, k_, v_, is_causal=True, local_window_size=local)
-    return out.reshape(q.shape), layer_cache
+    num_heads, head_dim = q.shape[-2:]
+    k, v = (jnp.repeat(x, num_heads // x.shape[-2], axis=-2) for x in (k, v))
+    q_, k, v = (x.reshape(num_sequences, -1, num_heads, head_dim).swapaxes(1, 2) for x in (q, k, v))
+    num_tokens = q_.shape[-2]
+    out = [
+      _attend_block(q_, k, v, lo, min(lo + _QUERY_BLOCK, num_tokens), window)
+      for lo in range(0, num_tokens, _QUERY_BLOCK)
+    ]
+    return jnp.concatenate(out, axis=-2).swapaxes(1, 2).reshape(q.shape), layer_cache
 
   return attend
+
+
+def _attend_block(q, k, v, lo, hi, window):  # [B, H, S, h] -> [B, H, hi - lo, h]
+  """The queries of positions [lo, hi) over the keys that any of them sees."""
+  first = 0 if window is None else max(0, lo - window + 1)
+  q, k, v = q[..., lo:hi, :], k[..., first:hi, :], v[..., first:hi, :]
+  scores = jnp.einsum("bhqd,bhkd->bhqk", q, k, preferred_element_type=jnp.float32)
+  distances = jnp.arange(lo, hi)[:, None] - jnp.arange(first, hi)
+  is_seen = distances >= 0 if window is None else (distances >= 0) & (distances < window)
+  scores = scores * q.shape[-1] ** -0.5 + jnp.where(is_seen, 0.0, -jnp.inf)
+  # Divided after the sum over keys, which halves the time of jax.nn.softmax.
+  weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
+  out = jnp.einsum("bhqk,bhkd->bhqd", weights.astype(v.dtype), v)
+  return out / weights.sum(-1, keepdims=True).astype(v.dtype)
 
 
 def token_losses(

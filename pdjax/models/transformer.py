@@ -333,6 +333,7 @@ def from_tensors(
     seen[name] = array.shape
     if name in axes_of and array.shape == shapes[names.index(name)]:
       placed[name] = place(config, axes_of[name], array, dtype, target)
+    del array  # before the next one is read
   check_shapes(config, seen)
   return build(config, tuple(placed[name] for name in names), dtype=dtype)
 

@@ -41,6 +41,7 @@ def probe_plan(
         request_id=-1,
         generation=0,
         row=row,
+        num_prompt_tokens=num_tokens,
         start=0,
         num_tokens=num_tokens,
         token_ids=(0,) * num_tokens,

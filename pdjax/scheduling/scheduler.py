@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, ValuesView
 from typing import Protocol
 
-from pdjax.core.plan import DecodeSlices, PageUpdates, Slice, StepPlan, StepResult
+from pdjax.core.plan import DecodeSlices, PageUpdates, Slice, StepPlan, StepResult, TokenLogprobs
 from pdjax.core.request import Request
 from pdjax.core.sequence import Sequence
 from pdjax.scheduling.pages import PageConfig, PagePool
 
 FinishReason = Callable[[Sequence], str | None]
+"""Called once for every token that a sequence gets; says why it ends with that token, or None."""
 
 
 class Policy(Protocol):
@@ -60,11 +62,11 @@ class Outcome:
 
 
 def length_or_stop(seq: Sequence) -> str | None:
-  """The default finish rule: a stop id, which wins, or `max_tokens` tokens."""
-  sampling = seq.request.sampling
-  if seq.output_ids[-1] in sampling.stop_ids:
+  """The default finish rule: a stop id after `min_tokens` others, which wins, or `max_tokens`."""
+  sampling, num_tokens = seq.request.sampling, len(seq.output_ids)
+  if num_tokens > sampling.min_tokens and seq.output_ids[-1] in sampling.stop_ids:
     return "stop"
-  return "length" if len(seq.output_ids) >= sampling.max_tokens else None
+  return "length" if num_tokens >= sampling.max_tokens else None
 
 
 class Scheduler:
@@ -188,7 +190,7 @@ class Scheduler:
     """Applies a finished step. Results of sequences that lost their row since are ignored."""
     self._end(plan)
     outcome, errors = Outcome(), dict(result.errors)
-    tokens = iter(result.token_ids)
+    tokens = zip(result.token_ids, result.logprobs or itertools.repeat(None))
     for s in plan.prefills:
       token = next(tokens) if s.emits_token else None
       if (seq := self._owner(s.request_id, s.generation)) is None:
@@ -255,17 +257,20 @@ class Scheduler:
   def _emit(
     self,
     seq: Sequence,
-    token: int | None,
+    sampled: tuple[int | None, TokenLogprobs | None],
     errors: dict[int, str],
     finish_reason: FinishReason,
     outcome: Outcome,
   ) -> None:
+    token, logprobs = sampled
     seq.num_pending_tokens -= 1
     if token is None:
       self.drop(seq.request_id)
       outcome.failed.append((seq, errors.get(seq.request_id, "no token came back")))
       return
     seq.output_ids.append(token)
+    if logprobs is not None:
+      seq.output_logprobs.append(logprobs)
     self.output_tokens_left -= self.config.decodes
     outcome.emitted.append((seq, token))
     try:
@@ -276,6 +281,7 @@ class Scheduler:
       return
     if reason is not None:
       self.drop(seq.request_id)
+      seq.cut()  # only now: what the scheduler counts goes by what was emitted
       outcome.finished.append((seq, reason))
 
   def _end(self, plan: StepPlan) -> None:
@@ -442,6 +448,7 @@ class StepBuilder:
           request_id=seq.request_id,
           generation=seq.generation,
           row=seq.row,
+          num_prompt_tokens=seq.request.num_prompt_tokens,
           start=start,
           num_tokens=num_tokens,
           token_ids=seq.known_ids(start, end),

@@ -14,15 +14,18 @@ from pdjax.core.request import SamplingParams
 class Handle:
   """A sequence between two pools: what the next one needs to go on with it.
 
-  `first_token_id` is the token that prefill sampled; it is never computed again. The loop makes a
-  handle, `export` fills in the last two fields. `payload` is the executors' own (device arrays,
-  copied pages, nothing in simulation) and the only part that is not plain data.
+  `first_token_id` is the token that prefill sampled; it is never computed again. `token_ids` are
+  those of the positions handed over, where sampling looks back at them. The loop makes a handle,
+  `export` fills in the last two fields. `payload` is the executors' own (device arrays, copied
+  pages, nothing in simulation) and the only part that is not plain data.
   """
 
   request_id: int
   num_tokens: int  # positions whose K and V are handed over
+  num_prompt_tokens: int
   first_token_id: int
   sampling: SamplingParams
+  token_ids: tuple[int, ...] | None = None
   num_bytes: int = 0
   payload: Any = None
 

@@ -64,10 +64,15 @@ class Inbox:
 
 @dataclasses.dataclass(slots=True)
 class Turn:
-  """What happened in one turn of the loop."""
+  """What happened in one turn of the loop.
+
+  `tokens` has every token that was computed. `sequences` has those that got one, by request id:
+  their output so far, and of those that ended the output that is kept.
+  """
 
   now_s: float
   tokens: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # request id, token id
+  sequences: dict[int, Sequence] = dataclasses.field(default_factory=dict)
   ended: list[tuple[int, str]] = dataclasses.field(default_factory=list)  # request id, reason
   failed: list[tuple[int, str]] = dataclasses.field(default_factory=list)
 
@@ -181,11 +186,15 @@ class _Loop:
         return  # in order: the first in the outbox is the first to go
       outbox.popleft()
       target, row = reserved
+      sampling, num_tokens = seq.request.sampling, seq.num_computed_tokens
+      looks_back = sampling.repetition_penalty != 1
       handle = Handle(
         request_id=seq.request_id,
-        num_tokens=seq.num_computed_tokens,
+        num_tokens=num_tokens,
+        num_prompt_tokens=seq.request.num_prompt_tokens,
         first_token_id=seq.output_ids[-1],
-        sampling=seq.request.sampling,
+        sampling=sampling,
+        token_ids=seq.known_ids(0, num_tokens) if looks_back else None,
       )
       try:
         handle = source.executor.export(
@@ -235,6 +244,7 @@ class _Loop:
     pool.last_end_s = turn.now_s
     for seq, token_id in outcome.emitted:
       turn.tokens.append((seq.request_id, token_id))
+      turn.sequences[seq.request_id] = seq
     for seq, reason in outcome.failed:
       self._fail(seq.request_id, pool, reason, turn)
     for seq, reason in outcome.finished:

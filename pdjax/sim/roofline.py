@@ -6,10 +6,10 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from pdjax.core.costs import StepCounts, count_plan, step_costs
+from pdjax.core.costs import StepCounts, count_plan, shard_of, step_costs
 from pdjax.core.model_config import ModelConfig
 from pdjax.core.plan import StepPlan
-from pdjax.sim.hardware import Device, Fit
+from pdjax.sim.hardware import Device, Fit, Link
 
 _IDEAL = Fit()
 
@@ -21,6 +21,7 @@ class StepTerms(NamedTuple):
   elementwise_s: float = 0.0
   attention_prefill_s: float = 0.0
   attention_decode_s: float = 0.0
+  all_reduce_s: float = 0.0
   host_s: float = 0.0
 
   @property
@@ -30,20 +31,35 @@ class StepTerms(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-  """Step times of one model on one device, without side effects.
+  """Step times of one model on one device, or split over `tp` of them, without side effects.
 
   `fused`: a mixed step sends chunk and decodes through the weights together, as `mixed_step` of
   the engine does. Not fused, it runs two forwards one after the other and reads the weights twice;
   the host still plans it once. Attention of prefill and of decode are separate kernels either way,
   so their times add.
+
+  Over `tp` devices each does its share of an operator at the speed of its fit, and a layer has two
+  all-reduces of the hidden states over `link`. Nobody measured those: with `tp` above 1 step times
+  are uncalibrated. Those of the embedding and of the logits, once a step, are left out.
+
+  Raises:
+    ValueError: a model that `tp` cannot split, or no link between several devices.
   """
 
   model: ModelConfig
   device: Device
+  tp: int = 1
+  link: Link | None = None
   fused: bool = True
   bytes_per_weight: float = 2
   bytes_per_kv: float = 2
   bytes_per_activation: float = 2
+  _shard: ModelConfig = dataclasses.field(init=False, repr=False)
+
+  def __post_init__(self):
+    if self.tp < 1 or (self.tp > 1 and self.link is None):
+      raise ValueError(f"tp={self.tp} must be 1, or more with a link between the devices")
+    object.__setattr__(self, "_shard", shard_of(self.model, self.tp))
 
   def step_s(self, plan: StepPlan) -> float:
     return self.terms(plan).total_s
@@ -65,7 +81,7 @@ class Roofline:
     linear_s = elementwise_s = prefill_s = decode_s = 0.0
     ops = step_costs(
       counts,
-      self.model,
+      self._shard,
       bytes_per_weight=self.bytes_per_weight,
       bytes_per_kv=self.bytes_per_kv,
       bytes_per_activation=self.bytes_per_activation,
@@ -90,11 +106,23 @@ class Roofline:
         )
       else:
         num_pads = counts.num_decodes * fit.decode_pad_tokens
-        pad_bytes = num_pads * self.model.kv_bytes_per_token(1) * self.bytes_per_kv
+        pad_bytes = num_pads * self._shard.kv_bytes_per_token(1) * self.bytes_per_kv
         decode_s += op.num_launches * fit.decode_launch_s + (op.num_bytes + pad_bytes) / (
           fit.decode_memory * bytes_per_s
         )
-    return StepTerms(linear_s, elementwise_s, prefill_s, decode_s)
+    return StepTerms(linear_s, elementwise_s, prefill_s, decode_s, self._all_reduces_s(counts))
+
+  def _all_reduces_s(self, counts: StepCounts) -> float:
+    """After attention and after the MLP of each layer.
+
+    2 (tp - 1) / tp of the bytes cross each link: the least that any all-reduce must send, and what
+    a ring does (Patarasuk and Yuan 2009). The latency counts once, not once a hop of a ring: inside
+    a node small all-reduces are done in one hop.
+    """
+    if self.tp == 1:
+      return 0.0
+    num_bytes = counts.num_tokens * self.model.d_model * self.bytes_per_activation
+    return 2 * self.model.num_layers * self.link.copy_s(2 * (self.tp - 1) / self.tp * num_bytes)
 
 
 def _norm(a: float, b: float, p: float) -> float:
@@ -109,6 +137,7 @@ def num_pages(
   model: ModelConfig,
   device: Device,
   page_size: int,
+  tp: int = 1,
   memory_share: float = 0.9,
   reserve_bytes: float = 0,
   bytes_per_weight: float = 2,
@@ -116,18 +145,21 @@ def num_pages(
 ) -> int:
   """Pages of KV cache that fit beside the weights in `memory_share` of the device's memory.
 
-  `reserve_bytes` is what activations and the runtime need besides.
+  Over `tp` devices each holds its share of weights and cache. `reserve_bytes` is what activations
+  and the runtime need besides.
 
   Raises:
-    ValueError: not one page fits.
+    ValueError: not one page fits, or `tp` cannot split the model.
   """
   usable_bytes = device.memory_bytes * memory_share
-  weight_bytes = model.num_params * bytes_per_weight
-  page_bytes = page_size * model.kv_bytes_per_token(bytes_per_kv)
+  shard = shard_of(model, tp)
+  weight_bytes = shard.num_params * bytes_per_weight
+  page_bytes = page_size * shard.kv_bytes_per_token(bytes_per_kv)
   pages = int((usable_bytes - weight_bytes - reserve_bytes) // page_bytes)
   if pages < 1:
+    where = device.name if tp == 1 else f"one of {tp} x {device.name}"
     raise ValueError(
-      f"{model.name} does not fit on {device.name}: weights {weight_bytes / 1e9:.1f} GB + reserve "
+      f"{model.name} does not fit on {where}: weights {weight_bytes / 1e9:.1f} GB + reserve "
       f"{reserve_bytes / 1e9:.1f} GB + one page {page_bytes / 1e9:.3f} GB, but only "
       f"{usable_bytes / 1e9:.1f} GB usable ({memory_share} of {device.memory_bytes / 1e9:.1f} GB)"
     )

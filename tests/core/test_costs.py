@@ -124,6 +124,7 @@ def test_a_plan_is_counted_as_its_columns_are():
       request_id=row,
       generation=0,
       row=row,
+      num_prompt_tokens=start + num_tokens,
       start=start,
       num_tokens=num_tokens,
       token_ids=None,

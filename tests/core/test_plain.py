@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdjax.core.plain import from_plain, to_plain
-from pdjax.core.plan import DecodeSlices, PageUpdates, Slice, StepPlan, StepResult
+from pdjax.core.plan import DecodeSlices, PageUpdates, Slice, StepPlan, StepResult, TokenLogprobs
 from pdjax.core.request import Request, SamplingParams
 
 pytestmark = pytest.mark.quick
@@ -24,18 +24,31 @@ def columns(cls, names):
 
 SAMPLING = st.builds(
   SamplingParams,
-  max_tokens=st.integers(1, 100),
+  max_tokens=st.integers(7, 100),
+  min_tokens=st.integers(0, 7),
   temperature=st.floats(0, 10),
   top_k=st.none() | st.integers(1, 50),
   top_p=st.floats(0.01, 1),
+  min_p=st.floats(0, 1),
+  repetition_penalty=st.floats(0.1, 3),
   seed=st.none() | NUMBERS,
   stop_ids=st.lists(NUMBERS, max_size=3).map(tuple),
+  stop=st.lists(st.text(min_size=1, max_size=4), max_size=2).map(tuple),
+  ignore_eos=st.booleans(),
+  logprobs=st.none() | st.integers(0, 20),
+)
+LOGPROBS = st.builds(
+  TokenLogprobs,
+  logprob=st.floats(-100, 0),
+  top_ids=st.lists(NUMBERS, max_size=3).map(tuple),
+  top_logprobs=st.lists(st.floats(-100, 0), max_size=3).map(tuple),
 )
 SLICES = st.builds(
   Slice,
   request_id=NUMBERS,
   generation=NUMBERS,
   row=NUMBERS,
+  num_prompt_tokens=NUMBERS,
   start=NUMBERS,
   num_tokens=NUMBERS,
   token_ids=st.none() | st.lists(NUMBERS, max_size=4).map(tuple),
@@ -53,6 +66,7 @@ PLANS = st.builds(
 RESULTS = st.builds(
   StepResult,
   token_ids=st.lists(st.none() | NUMBERS, max_size=4).map(tuple),
+  logprobs=st.lists(st.none() | LOGPROBS, max_size=4).map(tuple),
   errors=st.lists(st.tuples(NUMBERS, st.text(max_size=5)), max_size=2).map(tuple),
 )
 REQUESTS = st.builds(

@@ -2,6 +2,7 @@
 
 import pytest
 
+from pdjax.core.plan import TokenLogprobs
 from pdjax.core.request import Request, SamplingParams
 from pdjax.core.sequence import Sequence
 
@@ -18,12 +19,34 @@ pytestmark = pytest.mark.quick
     ("top_p", 0.0, "top_p=0.0 must be in (0, 1]"),
     ("top_p", 1.5, "top_p=1.5 must be in (0, 1]"),
     ("top_p", float("nan"), "top_p=nan must be in (0, 1]"),
+    ("min_tokens", -1, "min_tokens=-1 must be in [0, max_tokens=1]"),
+    ("min_tokens", 2, "min_tokens=2 must be in [0, max_tokens=1]"),
+    ("min_p", -0.1, "min_p=-0.1 must be in [0, 1]"),
+    ("min_p", float("nan"), "min_p=nan must be in [0, 1]"),
+    ("repetition_penalty", 0.0, "repetition_penalty=0.0 must be positive, 1 for no penalty"),
+    (
+      "repetition_penalty",
+      float("inf"),
+      "repetition_penalty=inf must be positive, 1 for no penalty",
+    ),
+    ("stop", "abc", "stop='abc' must be a tuple of strings, none of them empty"),
+    ("stop", ("a", ""), "stop=('a', '') must be a tuple of strings, none of them empty"),
+    ("logprobs", -1, "logprobs=-1 must be in [0, 20], or None for none at all"),
+    ("logprobs", 21, "logprobs=21 must be in [0, 20], or None for none at all"),
   ],
 )
 def test_sampling_outside_its_range_is_refused_with_the_value(field, value, message):
   with pytest.raises(ValueError) as error:
     SamplingParams(**{"max_tokens": 1, field: value})
   assert str(error.value) == message
+
+
+def test_more_stop_ids_than_a_step_can_hold_back_are_refused_only_with_min_tokens():
+  ids = tuple(range(9))
+  assert SamplingParams(max_tokens=1, stop_ids=ids).stop_ids == ids
+  assert SamplingParams(max_tokens=1, min_tokens=1, stop_ids=ids[:8]).min_tokens == 1
+  with pytest.raises(ValueError, match="min_tokens=1 can hold back 8 stop ids at most, not 9"):
+    SamplingParams(max_tokens=1, min_tokens=1, stop_ids=ids)
 
 
 def make_request(**changes):
@@ -76,6 +99,20 @@ def test_known_ids_run_from_the_prompt_into_the_output():
   assert seq.known_ids(1, 3) == (11, 20)
   assert seq.known_ids(3, 4) == (21,)
   assert Sequence(make_request()).known_ids(0, 1) is None
+
+
+def test_a_cut_keeps_ids_and_logprobs_alike():
+  seq = Sequence(make_request())
+  logprobs = [TokenLogprobs(logprob=-float(i)) for i in range(4)]
+  seq.output_ids, seq.output_logprobs = [20, 21, 22, 23], list(logprobs)
+  seq.cut()
+  assert len(seq.output_ids) == 4, "nothing says that it is cut"
+  seq.num_kept_tokens = 3
+  seq.cut()
+  assert seq.output_ids == [20, 21, 22] and seq.output_logprobs == logprobs[:3]
+  seq.num_kept_tokens = 0
+  seq.cut()
+  assert seq.output_ids == seq.output_logprobs == []
 
 
 def test_a_lost_row_makes_everything_known_prefill_again():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdjax.core.plan import DecodeSlices, PageUpdates, Slice, StepPlan
-from pdjax.core.request import SamplingParams
+from pdjax.core.request import MAX_HELD_STOP_IDS, SamplingParams
 from pdjax.engine.batch import RowState, pick_prefill_bucket, step_inputs
 from pdjax.engine.buckets import Buckets
 from pdjax.models.attention import PREFILL_TILE
@@ -21,7 +21,8 @@ def rows_state(num_rows=ROWS):
   rows = RowState(num_rows, PAGES_PER_ROW, NUM_PAGES, VOCAB)
   for row in range(num_rows):
     rows.tables[row] = 100 * row + np.arange(PAGES_PER_ROW)
-    rows.seat(row, 1000 + row, SamplingParams(max_tokens=9, temperature=row + 1.0, top_k=row + 1))
+    sampling = SamplingParams(max_tokens=9, temperature=row + 1.0, top_k=row + 1)
+    rows.seat(row, 1000 + row, 4, sampling)
   return rows
 
 
@@ -196,9 +197,36 @@ def test_page_updates_and_seats_come_before_the_arrays():
 
 def test_a_request_without_a_seed_samples_by_its_id():
   rows = rows_state()
-  rows.seat(0, 77, SamplingParams(max_tokens=1))
-  rows.seat(1, 77, SamplingParams(max_tokens=1, seed=0))
+  rows.seat(0, 77, 4, SamplingParams(max_tokens=1))
+  rows.seat(1, 77, 4, SamplingParams(max_tokens=1, seed=0))
   assert rows.seed[:2].tolist() == [77, 0]
+
+
+def test_a_row_keeps_nothing_of_the_request_before():
+  """And whoever asks for nothing gets what padding gets, but for the seed."""
+  rows = rows_state()
+  asking = SamplingParams(
+    max_tokens=9, min_tokens=3, temperature=1.0, top_k=3, top_p=0.5, min_p=0.1,
+    repetition_penalty=1.5, stop_ids=(7, 8), logprobs=2,
+  )  # fmt: skip
+  columns = lambda: rows.sampling(np.array([1, ROWS]))._replace(seed=None)  # noqa: E731
+  rows.seat(1, 5, 20, asking)
+  for name, column in columns()._asdict().items():
+    if column is not None:
+      assert (column[0] != column[1]).any(), name
+  assert rows.logprobs[1] == 2 and rows.min_position[1] == 23
+  rows.seat(1, 6, 30, SamplingParams(max_tokens=9))
+  for name, column in columns()._asdict().items():
+    if column is not None:
+      assert (column[0] == column[1]).all(), name
+  assert rows.logprobs[1] is None
+
+
+def test_stop_ids_that_the_model_does_not_have_are_left_out():
+  rows = rows_state()
+  stop_ids = (-1, 7, VOCAB, 2**40, VOCAB - 1)
+  rows.seat(0, 1, 10, SamplingParams(max_tokens=9, min_tokens=2, stop_ids=stop_ids))
+  assert rows.stop_ids[0].tolist() == [7, VOCAB - 1] + [VOCAB] * (MAX_HELD_STOP_IDS - 2)
 
 
 def test_arrays_given_out_do_not_follow_the_rows():
@@ -208,7 +236,9 @@ def test_arrays_given_out_do_not_follow_the_rows():
   given_out = step_inputs(plan, BUCKETS, rows)
   leaves = [leaf for leaf in jax.tree.leaves(given_out) if isinstance(leaf, np.ndarray)]
   before = [leaf.copy() for leaf in leaves]
-  for array in (rows.tables, rows.temperature, rows.top_k, rows.top_p, rows.seed):
+  arrays = [array for array in vars(rows).values() if isinstance(array, np.ndarray)]
+  assert len(arrays) == 9
+  for array in arrays:
     assert not any(np.shares_memory(array, leaf) for leaf in leaves)
     array[:] = 3
   assert len(leaves) > 10

@@ -27,7 +27,7 @@ STEPS = ("prefill_step", "decode_step", "mixed_step", "gather_pages", "scatter_p
 def _size(name, args):
   """The bucket that a call of a compiled function uses."""
   if name in ("prefill_step", "decode_step", "mixed_step"):
-    return len(args[3].batch.tokens)
+    return len(args[-1].batch.tokens)
   return len(args[1 if name == "gather_pages" else 2])
 
 
@@ -54,8 +54,9 @@ def test_serving_compiles_nothing_once_warm(checksum_slots, monkeypatch):
   # All at once, so that the steps of a mixed pool do not depend on how fast the machine is.
   requests = make_requests(30, seed=1, rate_rps=1e12)
   requests += [
-    make_request(100 + i, range(n), max_tokens=9 + i) for i, n in enumerate((70, 3, 15, 50))
-  ]
+    make_request(100 + i, range(n), max_tokens=9 + i, repetition_penalty=1.5, logprobs=i)
+    for i, n in enumerate((70, 3, 15, 50))
+  ]  # a penalty takes nothing from the only logit that is not 0
   jax.monitoring.register_event_duration_secs_listener(listen)
   try:
     with warnings.catch_warnings():
@@ -94,6 +95,7 @@ def test_steps_and_hand_offs_update_the_cache_in_place(request, name):
   for plan in plans:
     before = _places(source)
     source.submit(plan, 0.0).result()
+    source._add_seen(1, (2, 3), anew=False)
     assert _places(source) == before, plan.kind
   before = _places(target)
   handle = Handle(
@@ -114,7 +116,9 @@ def test_steps_and_hand_offs_update_the_cache_in_place(request, name):
 
 
 def _places(executor):
-  leaves = jax.block_until_ready(jax.tree.leaves((executor._cache, executor._last_token)))
+  leaves = jax.block_until_ready(
+    jax.tree.leaves((executor._cache, executor._last_token, executor._seen))
+  )
   return [leaf.unsafe_buffer_pointer() for leaf in leaves]
 
 

@@ -1,5 +1,7 @@
 """A transformer gives a request the same tokens under every strategy, budget and layout."""
 
+import dataclasses
+import itertools
 import random
 
 import jax
@@ -8,6 +10,7 @@ import pytest
 from engine.pools import CAPACITY, make_cluster, request, serve_all
 from virtual import tokens_of
 
+from pdjax.engine.batch import RowState
 from pdjax.models.sampling import Sampling, sample
 
 CASES = [
@@ -18,6 +21,8 @@ CASES = [
   ("disaggregated", CAPACITY),
 ]
 SAMPLED = dict(temperature=0.8, top_k=40, top_p=0.9)
+LOOKING_BACK = dict(temperature=0.8, min_p=0.01, repetition_penalty=2.0)
+SAMPLING = {"greedy": {}, "sampled": SAMPLED, "looking back": LOOKING_BACK}
 
 
 def make_requests(**sampling):
@@ -32,25 +37,25 @@ def make_requests(**sampling):
 
 @pytest.fixture(scope="module")
 def alone(tiny_slots):
-  """(greedy, sampled) -> tokens by request, each served by itself."""
+  """Name of the sampling -> tokens by request, each served by itself."""
   tokens = {}
-  for name, sampling in (("greedy", {}), ("sampled", SAMPLED)):
+  for name, sampling in SAMPLING.items():
     requests = make_requests(**sampling)
     tokens[name] = {}
     for r in requests:
       log = serve_all(make_cluster(tiny_slots, "continuous"), [r])
       tokens[name] |= tokens_of(log)
     assert [len(t) for t in tokens[name].values()] == [r.sampling.max_tokens for r in requests]
-  assert tokens["greedy"] != tokens["sampled"]
+  assert all(tokens[a] != tokens[b] for a, b in itertools.combinations(SAMPLING, 2))
   return tokens
 
 
 @pytest.mark.parametrize(("strategy", "budget"), CASES)
-@pytest.mark.parametrize("name", ["greedy", "sampled"])
+@pytest.mark.parametrize("name", SAMPLING)
 def test_every_strategy_and_budget_gives_the_tokens_of_a_request_alone(
   tiny_engine, alone, name, strategy, budget
 ):
-  requests = make_requests(**(SAMPLED if name == "sampled" else {}))
+  requests = make_requests(**SAMPLING[name])
   cluster = make_cluster(tiny_engine, strategy, budget=budget, shuffle=2)
   assert tokens_of(serve_all(cluster, requests, steps_in_flight=2)) == alone[name]
 
@@ -69,40 +74,39 @@ def test_company_and_order_of_arrival_do_not_matter(tiny_engine, alone):
     assert tokens_of(log) == {r.request_id: want[r.request_id] for r in requests}
 
 
-def test_preempted_requests_draw_the_same_tokens_again(tiny_paged, alone):
+@pytest.mark.parametrize("name", ["sampled", "looking back"])
+def test_preempted_requests_draw_the_same_tokens_again(tiny_paged, alone, name):
   cluster = make_cluster(tiny_paged, "chunked", num_pages=CAPACITY // 4)
   requests = [
-    request(r.request_id, r.prompt_ids, **_sampling_of(r)) for r in make_requests(**SAMPLED)
+    request(r.request_id, r.prompt_ids, **_sampling_of(r)) for r in make_requests(**SAMPLING[name])
   ]
   seen = []
   log = serve_all(cluster, requests, each_turn=lambda turn: seen.extend(turn.tokens))
   assert sum(e.__class__.__name__ == "Preempted" for e in log) > 0, "no pressure: nothing is shown"
-  assert tokens_of(log) == alone["sampled"]
-  assert len(seen) == sum(map(len, alone["sampled"].values())), "a token came twice"
+  assert tokens_of(log) == alone[name]
+  assert len(seen) == sum(map(len, alone[name].values())), "a token came twice"
 
 
 def test_tokens_are_drawn_from_a_plain_forward_by_seed_and_position(alone, plain_logits):
   """The key of the token at position p is that of p, be it the first token or a later one."""
-  logits, temperature, top_k, top_p, seed, positions, got = [], [], [], [], [], [], []
-  for name, sampling in (("greedy", {}), ("sampled", SAMPLED)):
+  logits, columns, positions, seen, got = [], [], [], [], []
+  rows = RowState(1, 1, 1, vocab_size=512)
+  for name, sampling in SAMPLING.items():
     for r in make_requests(**sampling):
-      tokens, s = alone[name][r.request_id], r.sampling
-      after = plain_logits((*r.prompt_ids, *tokens))[r.num_prompt_tokens - 1 :]
+      tokens, num_prompt = alone[name][r.request_id], r.num_prompt_tokens
+      after = plain_logits((*r.prompt_ids, *tokens))[num_prompt - 1 :]
+      rows.seat(0, r.request_id, num_prompt, r.sampling)
       for i, token in enumerate(tokens):
         logits.append(after[i])
-        temperature.append(s.temperature)
-        top_k.append(s.top_k or 512)
-        top_p.append(s.top_p)
-        seed.append(r.request_id if s.seed is None else s.seed)
-        positions.append(r.num_prompt_tokens + i)
+        columns.append(rows.sampling(np.array([0])))
+        positions.append(num_prompt + i)
+        seen.append(np.isin(np.arange(512), r.prompt_ids + tokens[:i]))
         got.append(token)
-  columns = Sampling(
-    temperature=np.array(temperature, np.float32),
-    top_k=np.array(top_k, np.int32),
-    top_p=np.array(top_p, np.float32),
-    seed=np.array(seed, np.uint32),
+  columns = Sampling(*map(np.concatenate, zip(*columns)))
+  sampled = jax.jit(sample)(
+    np.array(logits), columns, np.array(positions), np.array(seen), np.arange(len(got))
   )
-  assert jax.jit(sample)(np.array(logits), columns, np.array(positions)).tolist() == got
+  assert sampled.ids.tolist() == got
 
 
 def test_a_seed_and_not_the_request_decides_what_is_drawn(tiny_slots):
@@ -117,7 +121,4 @@ def test_a_seed_and_not_the_request_decides_what_is_drawn(tiny_slots):
 
 
 def _sampling_of(r):
-  s = r.sampling
-  return dict(
-    max_tokens=s.max_tokens, temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, seed=s.seed
-  )
+  return {field.name: getattr(r.sampling, field.name) for field in dataclasses.fields(r.sampling)}

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from experiments import program
-from experiments.fetch_model import FetchError
 from experiments.program import Progress, whole_file
+from pdjax.sources import SourceError
 
 pytestmark = pytest.mark.quick
 
@@ -121,7 +121,7 @@ def raising(error):
   "error",
   [
     ValueError("rate=0 must be positive"),
-    FetchError("no network"),
+    SourceError("no network"),
     ImportError("pip install 'pdjax[hf]'"),
     FileNotFoundError("no such file: x"),
   ],

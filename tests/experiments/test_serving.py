@@ -13,10 +13,11 @@ import time
 
 import pytest
 
+from configs.hardware import LINKS
 from experiments import compare, serving
 from experiments.program import Progress
 from experiments.serving import Experiment, check, compare_tokens, run_experiment, token_report
-from experiments.worlds import SimWorld, largest_budgets, make_cluster, make_pages
+from experiments.worlds import SimWorld
 from pdjax.analysis.verdict import analyse
 from pdjax.config import ExperimentConfig, WorkloadConfig, load_config
 from pdjax.core.clock import VirtualClock
@@ -24,7 +25,7 @@ from pdjax.core.events import Arrived, EventLog, Failed, Finished, Step, read_ev
 from pdjax.core.request import Request, SamplingParams
 from pdjax.metrics.goodput import Slo, attainment, summary
 from pdjax.metrics.latency import outcomes, phases, request_records
-from pdjax.scheduling.policies import UNMIXED
+from pdjax.serving.executor import Handle
 from pdjax.workloads.lengths import Fixed
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -160,6 +161,40 @@ def test_a_trace_gives_arrivals_and_lengths(tmp_path):
     assert [(r.arrival_s, r.num_prompt_tokens, len(r.token_s)) for r in records] == rows
   text, data = serving.report(experiment)
   assert "asked the trace" in text and data["rate_rps"]["asked"] is None
+
+
+def test_a_model_over_several_devices_is_simulated_with_pools_of_them(tmp_path):
+  one = ["model=llama3-70b", "hardware=a100", "cache.layout=paged", "num_devices=8"]
+  with pytest.raises(ValueError, match="llama3-70b does not fit on a100"):
+    check(sim_config(*one), tmp_path)
+  experiment = run_experiment(check(sim_config(*one, "tp=4"), tmp_path), Progress())
+  for name, run in experiment.runs.items():
+    assert outcomes(run.records) == {"finished": 60, "failed": 0, "unfinished": 0}
+    pools = {e.pool for e in run.log if isinstance(e, Step)}
+    assert len(pools) == 2, name
+  _, data = serving.report(experiment)
+  assert data["label"] == "simulated llama3-70b on 8 x a100, 4 a pool"
+  assert "tp=4 costs is uncalibrated" in data["verdict"]
+
+
+def test_devices_of_a_pool_hand_over_at_the_same_time():
+  tokens, seconds = 1000, {}
+  for tp in (1, 4):
+    config = sim_config("model=llama3-8b", "hardware=a100", "num_devices=8", f"tp={tp}")
+    world = SimWorld(config, config.workload.lengths.longest, 30)
+    executor = world.executor((0,))
+    handle = Handle(
+      request_id=0,
+      num_tokens=tokens,
+      num_prompt_tokens=tokens,
+      first_token_id=0,
+      sampling=SamplingParams(max_tokens=2),
+    )
+    handle = executor.export(handle, page_ids=(), now_s=0.0)
+    assert handle.num_bytes == tokens * world.model.kv_bytes_per_token()
+    latency_s = LINKS[config.link].latency_s
+    seconds[tp] = executor.import_(handle, row=0, page_ids=(), now_s=0.0).finish_s - latency_s
+  assert seconds[4] == pytest.approx(seconds[1] / 4, rel=1e-4)
 
 
 def test_simulation_imports_no_jax_and_starts_at_once(tmp_path):
@@ -446,28 +481,6 @@ def test_nothing_to_compare_is_not_called_identical():
 def test_one_strategy_has_nothing_to_compare_with():
   text, data, is_wrong = token_report(experiment_with(0.0, a=SAME))
   assert (text, data["tokens_identical"], is_wrong) == ("", None, False)
-
-
-# What the engine compiles for ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("policy", [None, "sarathi", "prefill_first"])
-@pytest.mark.parametrize("num_rows", [2, 16, 256])
-def test_the_compiled_shapes_hold_the_budget_of_every_pool(policy, num_rows):
-  """Whatever the rows and the policy: no plan that a scheduler may make is without a shape."""
-  config = sim_config()
-  config = dataclasses.replace(
-    config,
-    scheduler=dataclasses.replace(config.scheduler, policy=policy, token_budget=300),
-    cache=dataclasses.replace(config.cache, num_rows=num_rows, layout="slots"),
-  )
-  pages = make_pages(config, (40, 5), None)
-  whole, mixed = largest_budgets(config, pages)
-  for strategy in STRATEGIES:
-    for pool in make_cluster(config, strategy, pages, lambda device: None).pools:
-      budget = pool.scheduler.config.token_budget
-      assert budget <= whole
-      assert budget <= mixed or pool.scheduler.policy.__name__ in UNMIXED
 
 
 # On the engine ------------------------------------------------------------------------------------

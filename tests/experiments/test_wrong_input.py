@@ -160,11 +160,21 @@ CASES = {
     ["--model=tiny", "--set", "num_devices=1"],
     ["disaggregated", "at least 2 devices", "num_devices=1"],
   ),
+  "devices left over": (
+    "compare",
+    ["--model=tiny", "--set", "num_devices=6", "--set", "tp=4"],
+    ["num_devices=6 is no multiple of tp=4"],
+  ),
+  "heads left over": (
+    "run",
+    ["--backend=sim", "--model=llama3-8b", "--set", "num_devices=6", "--set", "tp=3"],
+    ["llama3-8b", "num_heads=32 is no multiple of the 3 devices"],
+  ),
   "gguf missing": ("compare", ["--model=none.gguf"], ["none.gguf does not exist"]),
   "no weights": (
     "compare",
     ["--model=llama3-8b", "--backend=jax"],
-    ["'llama3-8b' has no weights", "tiny, smollm2-135m or a .gguf file", "--backend=sim"],
+    ["'llama3-8b' has no weights", "tiny, smollm2-135m", "Hugging Face", "--backend=sim"],
   ),
   "stray argument": ("compare", ["continuous"], ["unexpected arguments ['continuous']", "--name="]),
   "unknown flag": ("run", ["--strategies=chunked"], ["strategies", "strategy"]),
@@ -213,7 +223,7 @@ def test_wrong_input_ends_with_one_message_before_jax_is_imported(case, folder, 
 def test_a_file_that_is_no_model_is_refused_before_jax_is_imported(folder, without_jax):
   pytest.importorskip("gguf", reason="needs the extra [hf]")
   done = start("compare", "--model=garbage.gguf", cwd=folder, env=without_jax)
-  check_refused(done, folder, ["garbage.gguf", "truncated, damaged or not supported"])
+  check_refused(done, folder, ["garbage.gguf", "no readable GGUF"])
 
 
 def test_a_gguf_without_the_extra_says_what_to_install(folder, without_jax, tmp_path_factory):

@@ -48,7 +48,7 @@ def filled_cache(layout, tables, keys, values):
   cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), kv_cache.init_cache(layout))[0]
   for row, (k, v) in enumerate(zip(keys, values, strict=True)):
     outer, inner = kv_cache.locate(layout, tables[row : row + 1], np.arange(len(k))[None])
-    cache = kv_cache.write(cache, outer[0], inner[0], k, v)
+    cache = kv_cache.write(layout, cache, outer[0], inner[0], k, v)
   return cache
 
 
@@ -127,7 +127,7 @@ def test_a_mixed_step_is_its_two_halves(kind):
   def step(prefill, decode, part, cache):
     batch = jax.tree.map(jnp.asarray, step_batch(prefill, decode))
     attend = make_attend(layout, softmax_reduction, batch)
-    return attend(*(jnp.asarray(x[part]) for x in (q, k, v)), cache)
+    return attend(*(jnp.asarray(x[part]) for x in (q, k, v)), cache, None)
 
   mixed, mixed_cache = step(prefill, decode, slice(None), cache)
   first, two_caches = step(prefill, None, slice(num_prefill), cache)

@@ -63,7 +63,9 @@ def test_written_tokens_are_fetched_and_padding_changes_nothing(kind):
   positions[:, 3] = -1
   outer, inner = kv_cache.locate(layout, tables, positions)
   k, v = rng.standard_normal((2, positions.size, 2, 8)).astype(np.float32)
-  written = tuple(kv_cache.write(layer, outer.ravel(), inner.ravel(), k, v) for layer in cache)
+  written = tuple(
+    kv_cache.write(layout, layer, outer.ravel(), inner.ravel(), k, v) for layer in cache
+  )
   for row, table in enumerate(tables):
     expected = tokens_of(layout, cache, table)
     for i, position in enumerate(positions[row]):
@@ -85,7 +87,7 @@ def test_entries_of_num_pages_drop_writes(kind):
   empty = np.full((1, PAGES_PER_ROW), layout.num_pages, np.int32)
   outer, inner = kv_cache.locate(layout, empty, np.arange(layout.max_len)[None])
   ones = np.ones((layout.max_len, 2, 8), np.float32)
-  written = kv_cache.write(cache[0], outer[0], inner[0], ones, ones)
+  written = kv_cache.write(layout, cache[0], outer[0], inner[0], ones, ones)
   jax.tree.map(np.testing.assert_array_equal, written, cache[0])
 
 
@@ -127,8 +129,8 @@ def test_scatter_and_write_are_in_place_when_donated(kind):
   assert stats.temp_size_in_bytes < layout.num_bytes / 4
 
   places, token = jax.ShapeDtypeStruct((3,), jnp.int32), jax.ShapeDtypeStruct((3, 4, 64), "float32")
-  stats = jax.jit(kv_cache.write, donate_argnums=0).lower(cache[0], places, places, token, token)
-  stats = stats.compile().memory_analysis()
+  write = jax.jit(kv_cache.write, static_argnums=0, donate_argnums=1)
+  stats = write.lower(layout, cache[0], places, places, token, token).compile().memory_analysis()
   assert stats.alias_size_in_bytes == layout.num_bytes / 2
   assert stats.temp_size_in_bytes < layout.num_bytes / 100
 

@@ -43,6 +43,7 @@ def prefill(prompt, start=0, end=None, *, row=0, request_id=0, updates=PageUpdat
         request_id=request_id,
         generation=0,
         row=row,
+        num_prompt_tokens=len(prompt),
         start=start,
         num_tokens=end - start,
         token_ids=tuple(prompt[start:end]),
@@ -137,7 +138,13 @@ def test_a_mixed_step_gives_each_row_its_own_tokens():
 
 
 def hand_off(source: ChecksumExecutor, target: ChecksumExecutor, first: int, pages):
-  handle = Handle(request_id=0, num_tokens=len(PROMPT), first_token_id=first, sampling=SAMPLING)
+  handle = Handle(
+    request_id=0,
+    num_tokens=len(PROMPT),
+    num_prompt_tokens=len(PROMPT),
+    first_token_id=first,
+    sampling=SAMPLING,
+  )
   handle = source.export(handle, page_ids=PAGES, now_s=0.0)
   return target.import_(handle, row=3, page_ids=pages, now_s=0.0)
 
@@ -181,6 +188,7 @@ def test_a_prompt_of_which_only_the_length_is_known_is_refused():
         request_id=0,
         generation=0,
         row=0,
+        num_prompt_tokens=slice_.num_tokens,
         start=0,
         num_tokens=slice_.num_tokens,
         token_ids=None,

@@ -11,13 +11,15 @@ from configs.hardware import HARDWARE
 from configs.models import MODELS
 from pdjax.core.costs import StepCounts, count_slices, step_costs, total_bytes
 from pdjax.core.plan import DecodeSlices, StepPlan
-from pdjax.sim.hardware import Device, Fit
+from pdjax.sim.hardware import Device, Fit, Link
 from pdjax.sim.roofline import Roofline, StepTerms, num_pages
 
 pytestmark = pytest.mark.quick
 
 MODEL = MODELS["llama3-8b"]
 A100 = HARDWARE["a100"]
+IDEAL = dataclasses.replace(A100, fit=None)
+NVLINK = Link(name="nvlink", latency_s=10e-6, bytes_per_s=300e9)
 ROOFLINES = [Roofline(model=MODEL, device=A100), Roofline(model=MODEL, device=HARDWARE["h200"])]
 rooflines = pytest.mark.parametrize("roofline", ROOFLINES, ids=lambda r: r.device.label)
 
@@ -120,11 +122,69 @@ def test_a100_matrices_agree_with_vidurs_timings(num_tokens, measured_ms):
   [(1, 42.3), (32, 45.7), (64, 47.4), (128, 58.7), (512, 161.3), (1024, 330.8), (2048, 601.6)],
 )
 def test_a100_fit_carries_over_to_matrices_it_never_saw(num_tokens, measured_ms):
-  half = dataclasses.replace(
-    MODELS["llama2-70b"], num_heads=32, num_kv_heads=4, d_ff=MODELS["llama2-70b"].d_ff // 2
-  )
-  linear_s = Roofline(model=half, device=A100).terms_of(prefill(0, num_tokens)).linear_s
+  half = Roofline(model=MODELS["llama2-70b"], device=A100, tp=2, link=NVLINK)
+  linear_s = half.terms_of(prefill(0, num_tokens)).linear_s
   assert linear_s * 1e3 == pytest.approx(measured_ms, rel=0.15)
+
+
+# Tensor parallelism ------------------------------------------------------------------------------
+
+MIXED = count_slices(
+  prefill_starts=[0], prefill_tokens=[512], decode_positions=[900] * 32, num_emitted=33
+)
+
+
+def test_devices_share_the_matrices_and_pay_for_two_all_reduces_a_layer():
+  model = MODELS["llama3-70b"]
+  whole = Roofline(model=model, device=IDEAL).terms_of(MIXED)
+  split = Roofline(model=model, device=IDEAL, tp=4, link=NVLINK).terms_of(MIXED)
+  for field in ("attention_prefill_s", "attention_decode_s"):
+    assert getattr(split, field) == pytest.approx(getattr(whole, field) / 4)
+  # Weights divide by four; hidden states are read and written whole by every device.
+  assert whole.linear_s / 4 < split.linear_s < whole.linear_s / 3.8
+  assert whole.elementwise_s / 4 < split.elementwise_s < whole.elementwise_s
+  hidden_bytes = MIXED.num_tokens * model.d_model * 2
+  assert split.all_reduce_s == pytest.approx(2 * 80 * (10e-6 + 1.5 * hidden_bytes / 300e9))
+  assert whole.all_reduce_s == 0
+
+
+def test_kv_heads_fewer_than_devices_are_read_by_several():
+  model = MODELS["llama3-8b"]  # 32 heads on 8
+  by_tp = {
+    tp: Roofline(model=model, device=IDEAL, tp=tp, link=NVLINK).terms_of(decode(*[4000] * 16))
+    for tp in (8, 16, 32)
+  }
+  # One kv head a device from 8 devices on; what halves is the little that queries take.
+  for tp in (16, 32):
+    ratio = by_tp[tp].attention_decode_s / by_tp[8].attention_decode_s
+    assert 0.99 < ratio <= 1
+
+
+def test_a_model_too_large_for_one_device_fits_on_four():
+  model = MODELS["llama3-70b"]
+  pages = num_pages(model=model, device=A100, page_size=16, tp=4)
+  used = model.num_params * 2 + pages * 16 * model.kv_bytes_per_token()
+  assert used <= 4 * 0.9 * 80e9 < used + 5 * 16 * model.kv_bytes_per_token()
+  with pytest.raises(ValueError, match=r"llama3-70b does not fit on one of 2 x tpu-v5e"):
+    num_pages(model=model, device=HARDWARE["tpu-v5e"], page_size=16, tp=2)
+
+
+@pytest.mark.parametrize(
+  ("model", "tp", "message"),
+  [
+    ("llama3-70b", 3, "num_heads=64 is no multiple of the 3 devices"),
+    ("smollm2-135m", 2, "num_heads=9 is no multiple of the 2 devices"),
+    ("llama3-8b", 0, "tp=0 must be 1"),
+  ],
+)
+def test_a_split_that_leaves_parts_over_is_refused(model, tp, message):
+  with pytest.raises(ValueError, match=message):
+    Roofline(model=MODELS[model], device=A100, tp=tp, link=NVLINK)
+
+
+def test_several_devices_need_a_link():
+  with pytest.raises(ValueError, match="tp=2 must be 1, or more with a link"):
+    Roofline(model=MODEL, device=A100, tp=2)
 
 
 # FlashInfer decode attention of Llama-2-7B on an A800 (NetX-lab/Frontier, MIT), ms a layer.

@@ -23,6 +23,7 @@ def plan(num_decodes: int = 0, emits: tuple[bool, ...] = ()) -> StepPlan:
         request_id=100 + row,
         generation=0,
         row=row,
+        num_prompt_tokens=8,
         start=0,
         num_tokens=8,
         token_ids=None,
@@ -46,7 +47,13 @@ def executor() -> SimExecutor:
 
 
 def export(pool: SimExecutor, num_tokens: int):
-  handle = Handle(request_id=3, num_tokens=num_tokens, first_token_id=9, sampling=SAMPLING)
+  handle = Handle(
+    request_id=3,
+    num_tokens=num_tokens,
+    num_prompt_tokens=num_tokens,
+    first_token_id=9,
+    sampling=SAMPLING,
+  )
   return pool.export(handle, page_ids=(5,), now_s=0.0)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -15,10 +16,17 @@ from pdjax.models import transformer
 from pdjax.models.model import Model, Target
 
 Tensors = Iterable[tuple[str, np.ndarray]]
+Show = Callable[[str], None]
+
+
+def silent(line: str) -> None:
+  """Shows nothing."""
 
 
 class Load(Protocol):
-  def __call__(self, *, dtype: str = "float32", target: Target | None = None) -> Model: ...
+  def __call__(
+    self, *, dtype: str = "float32", target: Target | None = None, show: Show = silent
+  ) -> Model: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +34,8 @@ class Checkpoint:
   """A model on disk of which only the shape was read.
 
   `load` reads the weights a tensor at a time, onto a device, a sharding or a mesh (None leaves them
-  on the host), and raises ValueError with the file and the tensor where they are damaged.
+  on the host), and raises ValueError with the file and the tensor where they are damaged. `show`
+  gets a line on each.
   """
 
   path: pathlib.Path
@@ -34,13 +43,17 @@ class Checkpoint:
   load: Load
 
 
-def streamed(
-  path: pathlib.Path, config: ModelConfig, read: Callable[[], Tensors]
-) -> Checkpoint:
+def streamed(path: pathlib.Path, config: ModelConfig, read: Callable[[], Tensors]) -> Checkpoint:
   """A checkpoint whose tensors `read` gives one at a time, named and laid out as pdjax's."""
 
-  def load(*, dtype: str = "float32", target: Target | None = None) -> Model:
-    return transformer.from_tensors(config, read(), dtype=dtype, target=target)
+  def load(*, dtype: str = "float32", target: Target | None = None, show: Show = silent) -> Model:
+    def shown() -> Iterator[tuple[str, np.ndarray]]:
+      for name, array in read():
+        show(f"{name} {array.shape}")
+        yield name, array
+        del array  # before the next one is read
+
+    return transformer.from_tensors(config, shown(), dtype=dtype, target=target)
 
   return Checkpoint(path=path, config=config, load=load)
 
@@ -93,11 +106,10 @@ def stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
   They hold matrices as [out, in] with heads and head_dim as one axis.
   """
-  num_in = _num_in(name, shape)
-  parts = (shape[num_in:], shape[:num_in]) if num_in else (shape,)
   if name in ("embedding", "position_embedding"):
     return shape
-  return tuple(math.prod(part) for part in parts)
+  num_in = _num_in(name, shape)
+  return tuple(math.prod(axes) for axes in (shape[num_in:], shape[:num_in]) if axes)
 
 
 def from_stored(name: str, stored: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -111,8 +123,8 @@ def from_stored(name: str, stored: np.ndarray, shape: tuple[int, ...]) -> np.nda
 
 
 def _num_in(name: str, shape: tuple[int, ...]) -> int:
-  """How many of the axes of a matrix [in, out] come in; 0 for what is no such matrix."""
-  if len(shape) == 1 or name.endswith(("embedding", "_bias")) and name != "unembedding":
+  """How many axes of a matrix [in, out] are `in`; 0 for biases, scales and tables."""
+  if len(shape) == 1 or name.endswith("_bias") or name in ("embedding", "position_embedding"):
     return 0
   return len(shape) - 1 if name.endswith("attention.o") else 1
 
@@ -124,5 +136,37 @@ def refuse_non_finite(where: str, tensor: np.ndarray) -> None:
     raise ValueError(f"{where}: {bad} of {tensor.size} values are NaN or infinite")
 
 
-def checked(tensors: Iterator[tuple[str, np.ndarray]], where: str) -> Iterator:
-  raise NotImplementedError
+def differences(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> str:
+  """All tensors that are missing, unknown or of another shape, by their names in the file.
+
+  Empty where there are none.
+  """
+  shaped: dict[str, list[str]] = {}
+  for name, shape in wanted.items():
+    if name in found and found[name] != shape:
+      kind = f"of shape {list(found[name])} instead of {list(shape)}"
+      shaped.setdefault(kind, []).append(name)
+  problems = {
+    "missing": [name for name in wanted if name not in found],
+    "unknown": [name for name in found if name not in wanted],
+    **shaped,
+  }
+  return "; ".join(f"{kind} {_listed(names)}" for kind, names in problems.items() if names)
+
+
+def without_layer(name: str) -> str:
+  """`model.layers.7.mlp.up_proj.weight` -> `model.layers.{}.mlp.up_proj.weight`."""
+  return re.sub(r"\.\d+\.", ".{}.", name, count=1)
+
+
+def _listed(names: Iterable[str]) -> str:
+  """The names, with those that differ in the layer only as one: `model.layers.{0,1}.norm`."""
+  layers: dict[str, list[int]] = {}
+  for name in names:
+    numbers = layers.setdefault(without_layer(name), [])
+    numbers += [int(number) for number in re.findall(r"\.(\d+)\.", name)[:1]]
+  texts = []
+  for template, numbers in layers.items():
+    which = ",".join(map(str, sorted(numbers)))
+    texts.append(template.replace("{}", f"{{{which}}}" if len(numbers) > 1 else which))
+  return ", ".join(texts)

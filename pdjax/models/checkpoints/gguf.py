@@ -1,31 +1,46 @@
-"""GGUF files to named float32 arrays, through the `gguf` package (extra `[hf]`)."""
+"""GGUF files, through the `gguf` package (extra `[hf]`): llama models, plain or quantised."""
 
 from __future__ import annotations
 
+import math
 import pathlib
 import re
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
-from pdjax.core.model_config import ModelConfig
+from pdjax.core.model_config import ModelConfig, RopeScaling
+from pdjax.models.checkpoints.checkpoint import (
+  Checkpoint,
+  differences,
+  from_stored,
+  refuse_non_finite,
+  stored_shape,
+  streamed,
+)
+from pdjax.models.transformer import param_shapes
 
 ARCHITECTURES = ("llama",)
+TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
+
+_ROPE_FACTORS = "rope_freqs.weight"  # what the frequencies of a Llama 3.1 are divided by
+_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_len": 8192}
+_VALUES_AT_ONCE = 1 << 22  # de-quantising needs several times the memory of what comes out
 
 _NAMES = {
-  "token_embd.weight": "embedding",
-  "output_norm.weight": "final_norm.scale",
-  "output.weight": "unembedding",
-}
-_BLOCK_NAMES = {
-  "attn_norm.weight": "attention_norm.scale",
-  "attn_q.weight": "attention.q",
-  "attn_k.weight": "attention.k",
-  "attn_v.weight": "attention.v",
-  "attn_output.weight": "attention.o",
-  "ffn_norm.weight": "mlp_norm.scale",
-  "ffn_gate.weight": "mlp.gate",
-  "ffn_up.weight": "mlp.up",
-  "ffn_down.weight": "mlp.down",
+  "embedding": "token_embd.weight",
+  "final_norm.scale": "output_norm.weight",
+  "unembedding": "output.weight",
+  "attention_norm.scale": "blk.{}.attn_norm.weight",
+  "attention.q": "blk.{}.attn_q.weight",
+  "attention.k": "blk.{}.attn_k.weight",
+  "attention.v": "blk.{}.attn_v.weight",
+  "attention.o": "blk.{}.attn_output.weight",
+  "mlp_norm.scale": "blk.{}.ffn_norm.weight",
+  "mlp.gate": "blk.{}.ffn_gate.weight",
+  "mlp.up": "blk.{}.ffn_up.weight",
+  "mlp.down": "blk.{}.ffn_down.weight",
 }
 
 
@@ -40,44 +55,22 @@ def _open(path: pathlib.Path):
   class Reader(GGUFReader):
     def _build_tensors(self, start_offs, fields):
       """As the base class, but an error names the tensor."""
-      tensors = []
+      tensors = {}
       for field in fields:
         try:
           super()._build_tensors(start_offs, [field])
         except Exception as error:
           raise ValueError(f"tensor {field.name}: {error}") from error
-        tensors += self.tensors
-      self.tensors = tensors
+        if field.name in tensors:
+          raise ValueError(f"tensor {field.name} appears twice")
+        tensors[field.name] = self.tensors[0]
+      self.tensors = list(tensors.values())
 
   return Reader(path)
 
 
-def _pdjax_name(name: str) -> str:
-  if name in _NAMES:
-    return _NAMES[name]
-  match = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
-  if match and match[2] in _BLOCK_NAMES:
-    return f"blocks.{match[1]}.{_BLOCK_NAMES[match[2]]}"
-  raise ValueError(f"tensor {name}: not part of a llama model that pdjax can run")
-
-
-def _to_pdjax(name: str, weights: np.ndarray, config: ModelConfig) -> np.ndarray:
-  """From [out, in] with interleaved RoPE pairs to [in, out] with half-split pairs."""
-  h = config.head_dim
-  kind = name.rsplit(".", 1)[-1]
-  if kind in ("q", "k"):  # GGUF has the pairs (2i, 2i + 1) of a head where pdjax has (i, i + h / 2)
-    weights = weights.reshape(-1, h // 2, 2, config.d_model).swapaxes(1, 2)
-  if kind in ("q", "k", "v"):
-    return np.ascontiguousarray(weights.reshape(-1, h, config.d_model).transpose(2, 0, 1))
-  if kind == "o":
-    return np.ascontiguousarray(weights.T).reshape(-1, h, config.d_model)
-  if kind in ("gate", "up", "down", "unembedding"):
-    return np.ascontiguousarray(weights.T)
-  return weights
-
-
-def _config(path: pathlib.Path, reader) -> ModelConfig:
-  def get(key, default=None):
+def _config(path: pathlib.Path, reader, shapes: dict[str, tuple[int, ...]]) -> ModelConfig:
+  def get(key: str, default: Any = None) -> Any:
     field = reader.get_field(key)
     if field is None:
       if default is None:
@@ -90,46 +83,119 @@ def _config(path: pathlib.Path, reader) -> ModelConfig:
     raise ValueError(
       f"architecture {architecture!r} is not supported (supported: {', '.join(ARCHITECTURES)})"
     )
-  scaling = get("llama.rope.scaling.type", "none")
-  if scaling != "none":
-    raise ValueError(f"RoPE scaling {scaling!r} is not supported (supported: none)")
-  shapes = {t.name: tuple(int(n) for n in reversed(t.shape)) for t in reader.tensors}
   if "token_embd.weight" not in shapes:
     raise ValueError("tensor token_embd.weight is missing")
   vocab_size, d_model = shapes["token_embd.weight"]
   num_heads = int(get("llama.attention.head_count"))
+  head_dim = int(get("llama.attention.key_length", d_model // num_heads))
+  num_turned = int(get("llama.rope.dimension_count", head_dim))
+  if num_turned != head_dim:
+    raise ValueError(f"llama.rope.dimension_count={num_turned} of {head_dim} is not supported")
+  theta = float(get("llama.rope.freq_base", 10_000.0))
+  kind = get("llama.rope.scaling.type", "none")
+  if kind == "linear":
+    scaling = RopeScaling(kind="linear", factor=float(get("llama.rope.scaling.factor")))
+  elif kind != "none":
+    raise ValueError(f"RoPE scaling {kind!r} is not supported (supported: none, linear)")
+  elif _ROPE_FACTORS in shapes:
+    (tensor,) = (t for t in reader.tensors if t.name == _ROPE_FACTORS)
+    scaling = _llama3_scaling(np.asarray(tensor.data, np.float64), theta, head_dim)
+  else:
+    scaling = None
   return ModelConfig(
     name=get("general.name", path.stem),
-    family="llama",
     num_layers=int(get("llama.block_count")),
     d_model=d_model,
     num_heads=num_heads,
     num_kv_heads=int(get("llama.attention.head_count_kv", num_heads)),
-    head_dim=int(get("llama.attention.key_length", d_model // num_heads)),
+    head_dim=head_dim,
     d_ff=int(get("llama.feed_forward_length")),
     vocab_size=vocab_size,
     max_len=int(get("llama.context_length")),
     tie_embeddings="output.weight" not in shapes,
-    rope_theta=float(get("llama.rope.freq_base", 10_000.0)),
+    rope_theta=theta,
+    rope_scaling=scaling,
     norm_eps=float(get("llama.attention.layer_norm_rms_epsilon")),
   )
 
 
-def _array(tensor, config: ModelConfig) -> tuple[str, np.ndarray]:
+def _llama3_scaling(factors: np.ndarray, theta: float, head_dim: int) -> RopeScaling:
+  """The scaling whose divisors of frequencies are `factors`: those of Llama 3.1 and 3.2."""
+  scaling = RopeScaling(kind="llama3", factor=float(factors.max()), **_LLAMA3_ROPE)
+  low, high = scaling.low_freq_factor, scaling.high_freq_factor
+  frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+  turns = frequencies * scaling.original_max_len / (2 * math.pi)
+  kept = np.clip((turns - low) / (high - low), 0, 1)
+  wanted = 1 / (kept + (1 - kept) / scaling.factor)
+  if factors.shape != wanted.shape or not np.allclose(factors, wanted, rtol=1e-4):
+    raise ValueError(f"tensor {_ROPE_FACTORS}: not the RoPE scaling of Llama 3.1")
+  return scaling
+
+
+def _wanted(config: ModelConfig) -> dict[str, str]:
+  """The tensors that a file must have -> the parameter that each becomes."""
+  wanted = {}
+  for name in param_shapes(config):
+    layer, kind = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)", name).groups()
+    wanted[_NAMES[kind].format(layer)] = name
+  return wanted
+
+
+def _values(tensor) -> np.ndarray:
+  """The values of a tensor, in float32 unless it is stored plainly."""
   from gguf import dequantize
 
-  name = _pdjax_name(tensor.name)
-  try:
-    weights = np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32)
-    if not np.isfinite(weights).all():
-      raise ValueError("holds values that are not finite")
-    return name, _to_pdjax(name, weights, config)
-  except (ValueError, NotImplementedError) as error:
-    raise ValueError(f"tensor {tensor.name}: {error}") from error
+  kind = tensor.tensor_type
+  if kind.name in ("F32", "F16"):
+    return tensor.data
+  shape = tuple(int(n) for n in reversed(tensor.shape))
+  values = np.empty(shape, np.float32)
+  num_rows = max(1, _VALUES_AT_ONCE // shape[-1])
+  for row in range(0, shape[0], num_rows):
+    values[row : row + num_rows] = dequantize(tensor.data[row : row + num_rows], kind)
+  return values
 
 
-def load_gguf(path: str | pathlib.Path) -> tuple[ModelConfig, dict[str, np.ndarray]]:
-  """Reads a llama model: its shape, and its tensors in float32 as `transformer.from_arrays` wants.
+def _half_split(stored: np.ndarray, head_dim: int) -> np.ndarray:
+  """Rows of q or k: GGUF has the pairs (2i, 2i + 1) of a head where pdjax has (i, i + h / 2)."""
+  num_rows, d_model = stored.shape
+  pairs = stored.reshape(-1, head_dim // 2, 2, d_model)
+  return pairs.swapaxes(1, 2).reshape(num_rows, d_model)
+
+
+def _read_header(path: pathlib.Path, check_weights: bool) -> tuple[ModelConfig, Callable]:
+  reader = _open(path)
+  for tensor in reader.tensors:
+    kind = tensor.tensor_type.name
+    if kind not in TYPES:
+      raise ValueError(
+        f"tensor {tensor.name} of type {kind} is not supported (supported: {', '.join(TYPES)})"
+      )
+  found = {t.name: tuple(int(n) for n in reversed(t.shape)) for t in reader.tensors}
+  config = _config(path, reader, found)
+  found.pop(_ROPE_FACTORS, None)
+  wanted, shapes = _wanted(config), param_shapes(config)
+  problems = differences({n: stored_shape(p, shapes[p]) for n, p in wanted.items()}, found)
+  if problems:
+    raise ValueError(f"not the tensors of the llama model that its fields describe: {problems}")
+
+  def read() -> Iterator[tuple[str, np.ndarray]]:
+    for tensor in reader.tensors:
+      if tensor.name == _ROPE_FACTORS:
+        continue
+      name, stored = wanted[tensor.name], _values(tensor)
+      if check_weights:
+        refuse_non_finite(f"{path}: tensor {tensor.name}", stored)
+      if name.endswith(("attention.q", "attention.k")):
+        stored = _half_split(stored, config.head_dim)
+      yield name, from_stored(name, stored, shapes[name])
+      del stored
+
+  return config, read
+
+
+def open_gguf(path: str | pathlib.Path, *, check_weights: bool = False) -> Checkpoint:
+  """Reads the fields and the header of a llama model, no weights.
 
   Raises:
     FileNotFoundError: no such file.
@@ -141,10 +207,15 @@ def load_gguf(path: str | pathlib.Path) -> tuple[ModelConfig, dict[str, np.ndarr
   if not path.is_file():
     raise FileNotFoundError(f"no GGUF file at {path}")
   try:
-    reader = _open(path)
-    config = _config(path, reader)
-    return config, dict(_array(tensor, config) for tensor in reader.tensors)
+    config, read = _read_header(path, check_weights)
   except ImportError:
     raise
   except Exception as error:  # the reader fails in many ways on a damaged file
     raise ValueError(f"{path}: truncated, damaged or not supported: {error}") from error
+  return streamed(path, config, read)
+
+
+def load_gguf(path: str | pathlib.Path) -> tuple[ModelConfig, dict[str, np.ndarray]]:
+  """Superseded by `open_gguf`: everything at once, for `transformer.from_arrays`."""
+  config, read = _read_header(pathlib.Path(path), False)
+  return config, dict(read())

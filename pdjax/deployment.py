@@ -1,0 +1,107 @@
+"""From a strategy's pools to schedulers, a cluster and the sizes to compile. Imports no jax.
+
+`pdjax.LLM` and the experiments build what they serve with here, on the engine and in simulation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+from pdjax.config import CacheConfig, PoolSpec, SchedulerOptions
+from pdjax.core.names import pick
+from pdjax.scheduling.pages import PageConfig
+from pdjax.scheduling.policies import HALF, POLICIES, UNMIXED
+from pdjax.scheduling.scheduler import Scheduler, SchedulerConfig
+from pdjax.serving.cluster import Cluster, Pool
+from pdjax.serving.executor import Executor
+
+
+def make_pages(cache: CacheConfig, longest_tokens: int, num_pages: int | None = None) -> PageConfig:
+  """The memory of each pool.
+
+  `longest_tokens` is the longest sequence to hold where `cache.max_len` does not say, `num_pages`
+  what the device holds where `cache.num_pages` does not say.
+
+  Raises:
+    ValueError: `cache.num_pages` in a layout that has no choice.
+  """
+  per_row = math.ceil((cache.max_len or longest_tokens) / cache.page_size)
+  if cache.layout == "slots" and cache.num_pages not in (None, cache.num_rows * per_row):
+    raise ValueError(
+      f"cache.num_pages={cache.num_pages} goes with cache.layout=paged; in slots each of the "
+      f"{cache.num_rows} rows has {per_row} pages of its own"
+    )
+  return PageConfig(
+    num_rows=cache.num_rows,
+    page_size=cache.page_size,
+    pages_per_row=per_row,
+    num_pages=cache.num_pages or num_pages or cache.num_rows * per_row,
+    contiguous=cache.layout == "slots",
+  )
+
+
+def make_cluster(
+  specs: Iterable[PoolSpec],
+  options: SchedulerOptions,
+  pages: PageConfig,
+  executor: Callable[[tuple[int, ...]], Executor],
+) -> Cluster:
+  """The pools of a strategy, empty. `executor` gives that of a group of devices.
+
+  Raises:
+    ValueError: limits that cannot serve, or a policy that does not exist or does not fit.
+  """
+  pools = []
+  for spec in specs:
+    policy = pick(POLICIES, policy_name(spec, options), "policy")
+    scheduler = Scheduler(policy, pages, limits(spec, options, pages))
+    pools.append(Pool(spec.name, spec.role, scheduler, executor(spec.devices)))
+  return Cluster(pools)
+
+
+def policy_name(spec: PoolSpec, options: SchedulerOptions) -> str:
+  """The policy of a pool.
+
+  Raises:
+    ValueError: `options.policy` names one that cannot serve a mixed pool.
+  """
+  if spec.role != "mixed" or options.policy is None:
+    return spec.policy
+  if options.policy in HALF:
+    raise ValueError(
+      f"scheduler.policy={options.policy} serves only half of a request, and mixed pools "
+      f"have nobody to hand it to; try {', '.join(sorted(POLICIES.keys() - HALF))}"
+    )
+  return options.policy
+
+
+def limits(spec: PoolSpec, options: SchedulerOptions, pages: PageConfig) -> SchedulerConfig:
+  """The limits of a pool's steps: the scheduler keeps them, the engine compiles shapes for them."""
+  whole = options.prefill_budget or max(pages.capacity_tokens, pages.num_rows)
+  return SchedulerConfig(
+    token_budget=whole if spec.takes_whole_prompts else options.token_budget,
+    chunk_prompts=not spec.takes_whole_prompts,
+    decodes=spec.role != "prefill",
+    watermark=options.watermark,
+  )
+
+
+def largest_budgets(
+  specs: Iterable[PoolSpec], options: SchedulerOptions, pages: PageConfig
+) -> tuple[int, int]:
+  """The most tokens of any step of these pools, and of any that mixes prefill and decode."""
+  budgets, mixing = [], [pages.num_rows]
+  for spec in specs:
+    budgets.append(limits(spec, options, pages).token_budget)
+    if policy_name(spec, options) not in UNMIXED:
+      mixing.append(budgets[-1])
+  return max(budgets), max(mixing)
+
+
+def roles_of(specs: Iterable[PoolSpec]) -> dict[tuple[int, ...], set[str]]:
+  """Every group of devices, in order, with the roles that it plays in one pool or another."""
+  roles: dict[tuple[int, ...], set[str]] = {}
+  for spec in specs:
+    roles.setdefault(spec.devices, set()).add(spec.role)
+  return dict(sorted(roles.items()))
