@@ -1,8 +1,8 @@
 """Models by name: shapes as published, the Hugging Face id beside each. Weights are elsewhere.
 
 The engine runs all that a shape says, and `experiments.fit_check` compiles it. In simulation a
-model is its matrix sizes: biases, learned positions, norms and parallel residuals are left out (well
-under 1 % of FLOPs and bytes), and so is a sliding window: contexts beyond it cost too much.
+model is its matrix sizes: biases, learned positions, norms and parallel residuals are left out
+(well below 1 % of FLOPs and bytes), and so is a sliding window: contexts beyond it cost too much.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ Without one, 24 prompts of the Python documentation, a sixth of them long.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -248,7 +249,7 @@ def host_s_per_step(vocab_size: int) -> float:
     for _ in serve(cluster, Inbox(requests), WallClock(), log):
       pass
     ends = [e.end_s for e in log if isinstance(e, Step) and len(e.decode_ids) == HOST_ROWS]
-    return statistics.median(b - a for a, b in zip(ends, ends[1:]))
+    return statistics.median(b - a for a, b in itertools.pairwise(ends))
 
   return statistics.median(run() for _ in range(3))
 
@@ -269,9 +270,7 @@ def serve_requests(
 def workload_flops(config: ModelConfig, requests: Sequence[Request]) -> int:
   """Matrices and attention of every token computed once, the head where a token is emitted."""
   prompts = [r.num_prompt_tokens for r in requests]
-  decodes = [
-    r.num_prompt_tokens + i for r in requests for i in range(r.sampling.max_tokens - 1)
-  ]
+  decodes = [r.num_prompt_tokens + i for r in requests for i in range(r.sampling.max_tokens - 1)]
   counts = count_slices(
     prefill_starts=[0] * len(prompts),
     prefill_tokens=prompts,

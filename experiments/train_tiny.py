@@ -30,24 +30,12 @@ from orbax.checkpoint import v1 as ocp
 
 from experiments.figures.training import draw_losses
 from experiments.program import FLAGS, Progress, main, out_folder, whole_file
-from pdjax.core.model_config import ModelConfig
+from pdjax.core.model_config import TINY, ModelConfig
 from pdjax.models.model import Params
 from pdjax.models.training import Schedule, make_optimizer, token_losses, train_step
 from pdjax.models.transformer import from_arrays, random_arrays
 from pdjax.workloads.prompts import corpus_source
 
-CONFIG = ModelConfig(
-  name="tiny",
-  num_layers=4,
-  d_model=128,
-  num_heads=8,
-  num_kv_heads=2,
-  head_dim=16,
-  d_ff=384,
-  vocab_size=1024,
-  max_len=2048,
-  tie_embeddings=True,
-)
 END, USER, ASSISTANT = SPECIAL = ("<|endoftext|>", "<|user|>", "<|assistant|>")  # ids 0, 1, 2
 CHAT_TEMPLATE = (
   "{% for message in messages %}"
@@ -61,7 +49,7 @@ CHAT_TEMPLATE = (
 _NUM_CHECKPOINTS = 40  # over a run, each with a held-out loss
 _LONG_SHARE = 0.15  # of the steps: the last ones have fewer and longer rows
 _LONG_FACTOR = 4
-_MAX_ROW_TOKENS = CONFIG.max_len // _LONG_FACTOR
+_MAX_ROW_TOKENS = TINY.max_len // _LONG_FACTOR
 _HELD_OUT_EVERY = 8
 _SHORT_PARAGRAPH = 60  # characters; shorter ones, such as "Example:", recur without meaning much
 
@@ -178,14 +166,14 @@ class Trainer:
   def __init__(self, recipe: Recipe, folder: pathlib.Path, topics: Mapping[str, str]):
     self.recipe, self.num_steps_done = recipe, 0
     learnt, held_out = split_topics(topics)
-    self.bpe = train_tokenizer(list(learnt.values()), CONFIG.vocab_size)
+    self.bpe = train_tokenizer(list(learnt.values()), TINY.vocab_size)
     self._ids = encode(self.bpe, learnt)
     self._held_out_rows = cut_rows(encode(self.bpe, held_out), recipe.row_tokens)
 
-    arrays = random_arrays(CONFIG, recipe.seed)
+    arrays = random_arrays(TINY, recipe.seed)
     # The first logits get a standard deviation of 1: a loss near ln(vocab_size).
-    arrays["embedding"] /= arrays["embedding"].std() * np.float32(math.sqrt(CONFIG.d_model))
-    self.model = from_arrays(CONFIG, arrays)
+    arrays["embedding"] /= arrays["embedding"].std() * np.float32(math.sqrt(TINY.d_model))
+    self.model = from_arrays(TINY, arrays)
     optimizer = make_optimizer(self.model, recipe.schedule)
     step = functools.partial(train_step, self.model, optimizer)
     self._step = jax.jit(step, donate_argnums=(0, 1))

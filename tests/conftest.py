@@ -5,7 +5,8 @@ import pathlib
 
 import pytest
 
-# Eight devices: pools that hand over, and models split over up to eight. JAX reads it at its first use, whichever test comes first.
+# Eight devices: pools that hand over, and models split over up to eight. JAX reads it at its first
+# use, whichever test comes first.
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 
 
@@ -19,3 +20,12 @@ def smollm2_gguf() -> pathlib.Path:
     return resolve("smollm2-135m")
   except SourceError as error:
     pytest.skip(f"SmolLM2 cannot be fetched: {error}")
+
+
+@pytest.fixture(scope="session")
+def tiny():
+  """The tiny model with its trained weights: no near ties among its greedy tokens."""
+  from pdjax.models.checkpoints.checkpoint import open_checkpoint
+  from pdjax.sources import resolve
+
+  return open_checkpoint(resolve("tiny")).load()

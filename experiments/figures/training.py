@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.figures.serving import STYLE, _matplotlib
+from experiments.figures.serving import STYLE
 
 _MEAN_STEPS = 50
 
@@ -18,13 +18,17 @@ def draw_losses(
   path: pathlib.Path,
 ) -> Any:
   """Writes the losses over the steps: of each step, their running mean, and on held-out text."""
-  mpl = _matplotlib()
+  import matplotlib as mpl
+  import matplotlib.figure
+
   train = train[~np.isnan(train)]
   measured = np.flatnonzero(~np.isnan(held_out))
   with mpl.rc_context(STYLE):
     figure = mpl.figure.Figure(figsize=(9, 5.4), layout="constrained")
     axes = figure.subplots()
-    axes.plot(np.arange(len(train)), train, color="#56B4E9", linewidth=0.6, alpha=0.6, label="step")
+    axes.plot(
+      np.arange(len(train)), train, color="#56B4E9", linewidth=0.6, alpha=0.6, label="each step"
+    )
     width = min(_MEAN_STEPS, len(train))
     if width > 1:
       mean = np.convolve(train, np.full(width, 1 / width), mode="valid")

@@ -1,8 +1,8 @@
 """Compiles the steps of a pool for devices that are not there, and reads what they will need.
 
 Nothing runs and no array is made: the model is its shapes, and the devices are a topology that the
-compiler knows (the plugin wheels for GPUs and TPUs compile without a driver). The programs are those
-of `engine/steps.py` with the inputs of `engine/batch.py`, one of each kind at its largest bucket.
+compiler knows (the plugin wheels of GPUs and TPUs need no driver for it). The programs are those of
+`engine/steps.py` with the inputs of `engine/batch.py`, one of each kind at its largest bucket.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Callable, Iterator
 
@@ -92,6 +93,8 @@ class Needs:
 def make_target_mesh(target: Target, num_devices: int) -> Mesh:
   """The mesh of a pool of such devices. They need not exist; the CPU's do.
 
+  Restricts JAX to the CPU in this process, which compiles for others and runs nothing.
+
   Raises:
     ValueError: there are no so many.
     RuntimeError: the compiler for them is not installed.
@@ -99,6 +102,8 @@ def make_target_mesh(target: Target, num_devices: int) -> Mesh:
   if isinstance(target, CpuTarget):
     return make_mesh(ensure_devices(num_devices))
   options = target.topology_options(num_devices)
+  jax.config.update("jax_platforms", "cpu")  # so that the CUDA plugin asks for no driver
+  os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # nor libtpu for the machine that it is on
   topology = topologies.get_topology_desc(platform=target.platform, **options)
   return make_mesh(topology.devices[:num_devices])
 

@@ -110,9 +110,9 @@ def attend(
 ) -> jax.Array:  # [B, t, H, h]
   """Attends t tokens of each of B rows to all cached positions up to their own.
 
-  With a `window`, only to the last so many. Reads up to the largest position (and with a window
-  from the first one that any token sees) in steps of about `block_size` keys. What the cache holds beyond
-  a position does not matter, not even NaN. Padding gives something finite.
+  With a `window`, only to the last so many. Reads up to the largest position, and with a window
+  from the first one that any token sees, in steps of about `block_size` keys. What the cache holds
+  beyond a position does not matter, not even NaN. Padding gives something finite.
   """
   num_rows, num_tokens, num_heads, head_dim = q.shape
   page_size, num_kv_heads = layout.page_size, layout.num_kv_heads * layout.kv_copies
@@ -149,8 +149,8 @@ def _attend_tiles(layout, reduction, q, positions, prefill, layer_cache, window)
   """Attends tile by tile, so that each reads no more keys than its own row and place need."""
   positions = _take(positions, prefill.places, -1)
 
-  # Outputs take the place of queries: with buffers of zeros to fill, XLA for GPUs makes those of all
-  # layers at once, before the first (2 GB for 2,048 tokens of Llama-3-8B).
+  # Outputs take the place of queries: with buffers of zeros to fill, XLA for GPUs makes those of
+  # all layers at once, before the first (2 GB for 2,048 tokens of Llama-3-8B).
   def body(i, tiles):
     q, p, table = (lax.dynamic_slice_in_dim(x, i, 1) for x in (tiles, positions, prefill.tables))
     tile = attend(
@@ -162,7 +162,8 @@ def _attend_tiles(layout, reduction, q, positions, prefill, layer_cache, window)
 
 
 def _attend_rows(layout, reduction, q, positions, decode, layer_cache, window):
-  rows, positions = _take(q, decode.places, 0)[:, None], _take(positions, decode.places, -1)[:, None]
+  rows = _take(q, decode.places, 0)[:, None]
+  positions = _take(positions, decode.places, -1)[:, None]
   out = attend(layout, reduction, rows, positions, decode.tables, layer_cache, window=window)
   return out[:, 0]
 

@@ -178,7 +178,8 @@ def gather(
 ) -> jax.Array:
   """The pages of one sequence as one array [2, L, K, n * page_size, h], for a hand-off.
 
-  Pieces depend neither on the kind of layout nor on copies of heads. Those of padding hold anything.
+  Pieces depend neither on the kind of layout nor on copies of heads; those of padding hold
+  anything.
   """
   (num_pages,) = pages.shape
   num_kv_heads, head_dim = layout.num_kv_heads, layout.head_dim

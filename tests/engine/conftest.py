@@ -5,11 +5,9 @@ import pytest
 from engine.pools import CAPACITY, PAGES_PER_ROW, ROWS, build, cpus
 from models.model_passes import make_pass, make_tables, prefill_batch
 
-from pdjax.core.model_config import TINY
 from pdjax.engine.buckets import Buckets
 from pdjax.models import kv_cache
 from pdjax.models.checksum import checksum_model
-from pdjax.models.transformer import from_arrays, random_arrays
 
 # One shape of each step compiles in a third of the time of the engine in slots, which has several.
 ONE_OF_EACH = Buckets(prefill=(CAPACITY,), mixed=(24,), rows=(ROWS,), pages=(PAGES_PER_ROW,))
@@ -18,23 +16,18 @@ SEVERAL = Buckets(prefill=(16, CAPACITY), mixed=(16, 24), rows=(2, ROWS), pages=
 
 @pytest.fixture(scope="session")
 def checksum_slots():
-  return build(checksum_model(), "slots", SEVERAL, cpus())
+  return build(checksum_model(), "slots", SEVERAL, cpus(1, 1))
 
 
 @pytest.fixture(scope="session")
 def checksum_paged():
-  return build(checksum_model(), "paged", ONE_OF_EACH, cpus())
+  return build(checksum_model(), "paged", ONE_OF_EACH, cpus(1, 1))
 
 
 @pytest.fixture(params=["slots", "paged"])
 def checksum_engine(request):
   """The checksum model on two devices, in both layouts."""
   return request.getfixturevalue(f"checksum_{request.param}")
-
-
-@pytest.fixture(scope="session")
-def tiny():
-  return from_arrays(TINY, random_arrays(TINY, 0))
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +46,7 @@ def plain_logits(tiny):
 def _tiny_engine(tiny, layout):
   # Mixed steps of any budget in one shape; both pools on one device, which compiles decodes once.
   buckets = Buckets(prefill=(CAPACITY,), mixed=(CAPACITY,), rows=(ROWS,), pages=(PAGES_PER_ROW,))
-  return build(tiny, layout, buckets, cpus()[:1] * 2)
+  return build(tiny, layout, buckets, cpus(1) * 2)
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ CAPACITY = PAGE_SIZE * PAGES_PER_ROW
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-  """Two warm executors, for a prefill or mixed pool and for a decode pool, and their steps."""
+  """Warm executors, for a prefill or mixed pool and for a decode pool, and their steps."""
 
   executors: list[JaxExecutor]
   steps: Steps
@@ -37,7 +37,7 @@ class Engine:
   buckets: Buckets
 
 
-def build(model: Model, layout: str, buckets: Buckets, devices, pages: PageConfig | None = None):
+def build(model: Model, layout: str, buckets: Buckets, groups, pages: PageConfig | None = None):
   """An `Engine`; a donated buffer that XLA cannot use is an error."""
   pages = pages or PageConfig(
     num_rows=ROWS,
@@ -46,10 +46,10 @@ def build(model: Model, layout: str, buckets: Buckets, devices, pages: PageConfi
     num_pages=ROWS * PAGES_PER_ROW,
     contiguous=layout == "slots",
   )
-  executors = build_executors(model, pages, buckets, [[d] for d in devices], layout=layout)
+  executors = build_executors(model, pages, buckets, groups, layout=layout)
   with warnings.catch_warnings():
     warnings.filterwarnings("error", message=".*donated.*")
-    for _ in warm_up(executors, [{"mixed", "prefill"}, {"decode"}]):
+    for _ in warm_up(executors, [{"mixed", "prefill"}, {"decode"}][: len(executors)]):
       pass
   return Engine(executors=executors, steps=executors[0].steps, pages=pages, buckets=buckets)
 
@@ -93,8 +93,13 @@ def request(request_id: int, prompt_ids, arrival_s: float = 0.0, **sampling) -> 
   )
 
 
-def cpus() -> list[jax.Device]:
-  """The two CPU devices that `tests/conftest.py` asks for."""
-  devices = jax.devices("cpu")
-  assert len(devices) >= 2, "JAX started with one CPU device before it was asked for two"
-  return devices[:2]
+def cpus(*sizes: int) -> list[list[jax.Device]]:
+  """Groups of so many of the CPU devices that `tests/conftest.py` asks for, one after another."""
+  devices, groups = list(jax.devices("cpu")), []
+  assert sum(sizes) <= len(devices), (
+    "JAX started with fewer CPU devices than tests/conftest.py sets"
+  )
+  for size in sizes:
+    groups.append(devices[:size])
+    devices = devices[size:]
+  return groups

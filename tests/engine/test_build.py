@@ -16,6 +16,7 @@ from pdjax.engine.build import default_buckets, warm_up
 from pdjax.engine.jax_executor import JaxExecutor
 from pdjax.engine.mesh import make_mesh
 from pdjax.models.checksum import checksum_model
+from pdjax.models.sampling import Sampled
 from pdjax.scheduling.pages import PageConfig
 
 pytestmark = pytest.mark.quick
@@ -83,11 +84,15 @@ class Recorder:
   def __init__(self):
     self.shapes, self.num_copied_pages = set(), {"gather": set(), "scatter": set()}
 
-  def prefill_step(self, params, cache, last_token, inputs):
+  def prefill_step(self, params, cache, last_token, seen, inputs):
     self.shapes.add(shape_of(inputs))
-    return cache, last_token, np.zeros(inputs.sample_rows.shape, np.int32)
+    ids = np.zeros(inputs.sample_rows.shape, np.int32)
+    return cache, last_token, seen, Sampled(ids, None, None, None)
 
   decode_step = mixed_step = prefill_step
+
+  def add_seen(self, seen, row, ids, anew):
+    return seen
 
   def gather_pages(self, cache, page_ids):
     self.num_copied_pages["gather"].add(len(page_ids))
@@ -109,7 +114,7 @@ def test_every_plan_within_the_budgets_finds_a_shape_that_warm_up_compiled(data)
   layout = model.layout(
     kind="paged", num_rows=1, page_size=1, pages_per_row=pages.pages_per_row, num_pages=1
   )
-  executor = JaxExecutor(model, steps, pages, layout, buckets, make_mesh(cpus()[:1]))
+  executor = JaxExecutor(model, steps, pages, layout, buckets, make_mesh(cpus(1)[0]))
   lines = list(warm_up([executor], [{"mixed", "prefill", "decode"}]))
   assert len(lines) == len(set(lines)) >= len(steps.shapes)
   for copied in steps.num_copied_pages.values():
@@ -128,7 +133,7 @@ def test_warm_up_compiles_only_what_the_roles_use():
     steps = Recorder()
     model = checksum_model()
     layout = model.layout(kind="paged", num_rows=4, page_size=4, pages_per_row=8, num_pages=32)
-    executor = JaxExecutor(model, steps, pages, layout, buckets, make_mesh(cpus()[:1]))
+    executor = JaxExecutor(model, steps, pages, layout, buckets, make_mesh(cpus(1)[0]))
     kinds[role] = {line.split(": ")[1].split()[0] for line in warm_up([executor], [{role}])}
   assert kinds == {
     "mixed": {"prefill", "decode", "mixed"},

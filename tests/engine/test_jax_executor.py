@@ -1,12 +1,13 @@
 """What an executor promises beside the right tokens: no compilation, updates in place, failures."""
 
+import dataclasses
 import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine.pools import CAPACITY, PAGE_SIZE, ROWS, cpus, make_cluster, serve_all
+from engine.pools import CAPACITY, PAGE_SIZE, ROWS, build, cpus, make_cluster, serve_all
 from engine.pools import request as make_request
 from virtual import expected, make_requests, tokens_of
 
@@ -122,19 +123,30 @@ def _places(executor):
   return [leaf.unsafe_buffer_pointer() for leaf in leaves]
 
 
+UNTIED = dataclasses.replace(TINY, num_layers=1, tie_embeddings=False)
+
+
+@pytest.fixture(scope="module", params=["slots", "paged"])
+def untied_engine(request):
+  """Its embedding gives no logits: what is wrong with one id is wrong with those who read it."""
+  buckets = Buckets(prefill=(CAPACITY,), mixed=(CAPACITY,), rows=(ROWS,), pages=(20,))
+  model = from_arrays(UNTIED, random_arrays(UNTIED, 0))
+  return build(model, request.param, buckets, cpus(1) * 2)
+
+
 @pytest.mark.parametrize("strategy", ["continuous", "chunked", "disaggregated"])
-def test_logits_that_are_not_finite_fail_one_request_alone(tiny_engine, strategy):
+def test_logits_that_are_not_finite_fail_one_request_alone(untied_engine, strategy):
   """NaN in the embedding of one token id, which one prompt has; what it cached harms nobody."""
   bad_id = 511
   rng = np.random.default_rng(0)
   requests = [
     make_request(i, rng.integers(0, bad_id, 5 + 6 * i).tolist(), max_tokens=8) for i in range(10)
   ]
-  want = tokens_of(serve_all(make_cluster(tiny_engine, strategy), requests))
+  want = tokens_of(serve_all(make_cluster(untied_engine, strategy), requests))
   assert bad_id not in {t for tokens in want.values() for t in tokens}, "choose another id"
-  arrays = random_arrays(TINY, 0)
+  arrays = random_arrays(UNTIED, 0)
   arrays["embedding"][bad_id] = np.nan
-  broken = _with_params(tiny_engine, from_arrays(TINY, arrays))
+  broken = _with_params(untied_engine, from_arrays(UNTIED, arrays))
   poisoned = make_request(99, (3, 4, bad_id, 5, 6), max_tokens=8)
   for company in ([poisoned, *requests], requests):  # the second run meets what is left in pages
     log = serve_all(make_cluster(broken, strategy, shuffle=1), company, steps_in_flight=2)
@@ -150,7 +162,7 @@ def _with_params(engine, model):
   """The same compiled steps with other weights and fresh caches."""
   executors = [
     JaxExecutor(model, engine.steps, engine.pages, engine.steps._layout, engine.buckets,
-                make_mesh(cpus()[:1]))
+                make_mesh(cpus(1)[0]))
     for _ in range(2)
   ]  # fmt: skip
   return type(engine)(
@@ -162,7 +174,7 @@ def test_top2_margin_is_that_of_a_plain_forward(tiny, tiny_paged, plain_logits):
   """Also for a text of several prefill buckets, and it leaves an executor that serves as before."""
   layout, pages = tiny_paged.steps._layout, tiny_paged.pages
   executor = JaxExecutor(
-    tiny, tiny_paged.steps, pages, layout, Buckets(prefill=(32,)), make_mesh(cpus()[:1])
+    tiny, tiny_paged.steps, pages, layout, Buckets(prefill=(32,)), make_mesh(cpus(1)[0])
   )
   rng = np.random.default_rng(3)
   for num_tokens in (1, 20, 32, 79):

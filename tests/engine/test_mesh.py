@@ -4,8 +4,8 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
-from engine.pools import cpus
 
 from pdjax.engine.mesh import ensure_devices
 
@@ -16,7 +16,7 @@ def test_more_devices_than_jax_started_with_are_refused():
   devices = ensure_devices(2)
   assert len(devices) == 2 == len(set(devices))
   assert ensure_devices(1) == devices[:1]
-  num_devices = len(cpus()) + 99
+  num_devices = len(jax.devices()) + 99
   with pytest.raises(ValueError, match=rf"{num_devices} devices asked for, but JAX sees \d+ "):
     ensure_devices(num_devices)
 

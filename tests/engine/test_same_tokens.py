@@ -10,6 +10,7 @@ import pytest
 from engine.pools import CAPACITY, make_cluster, request, serve_all
 from virtual import tokens_of
 
+from pdjax.core.model_config import TINY
 from pdjax.engine.batch import RowState
 from pdjax.models.sampling import Sampling, sample
 
@@ -90,7 +91,7 @@ def test_preempted_requests_draw_the_same_tokens_again(tiny_paged, alone, name):
 def test_tokens_are_drawn_from_a_plain_forward_by_seed_and_position(alone, plain_logits):
   """The key of the token at position p is that of p, be it the first token or a later one."""
   logits, columns, positions, seen, got = [], [], [], [], []
-  rows = RowState(1, 1, 1, vocab_size=512)
+  rows = RowState(1, 1, 1, TINY.vocab_size)
   for name, sampling in SAMPLING.items():
     for r in make_requests(**sampling):
       tokens, num_prompt = alone[name][r.request_id], r.num_prompt_tokens
@@ -100,7 +101,7 @@ def test_tokens_are_drawn_from_a_plain_forward_by_seed_and_position(alone, plain
         logits.append(after[i])
         columns.append(rows.sampling(np.array([0])))
         positions.append(num_prompt + i)
-        seen.append(np.isin(np.arange(512), r.prompt_ids + tokens[:i]))
+        seen.append(np.isin(np.arange(TINY.vocab_size), r.prompt_ids + tokens[:i]))
         got.append(token)
   columns = Sampling(*map(np.concatenate, zip(*columns)))
   sampled = jax.jit(sample)(

@@ -4,14 +4,12 @@ import collections
 import dataclasses
 import re
 
-import jax
 import numpy as np
 import pytest
-from engine.pools import CAPACITY, PAGE_SIZE, PAGES_PER_ROW, ROWS, request, serve_all
+from engine.pools import CAPACITY, PAGE_SIZE, PAGES_PER_ROW, ROWS, cpus, request, serve_all
 from virtual import tokens_of
 
 from pdjax.core.model_config import TINY
-from pdjax.engine.batch import RowState, step_inputs
 from pdjax.engine.buckets import Buckets
 from pdjax.engine.build import build_executors
 from pdjax.models.model import check_split
@@ -35,12 +33,8 @@ COLLECTIVES = re.compile(
 
 def build(model, *sizes, layout="paged"):
   """Executors on groups of so many devices, one after another."""
-  devices, groups = list(jax.devices("cpu")), []
-  for size in sizes:
-    groups.append(devices[:size])
-    devices = devices[size:]
   pages = dataclasses.replace(PAGES, contiguous=layout == "slots")
-  return build_executors(model, pages, BUCKETS, groups, layout=layout)
+  return build_executors(model, pages, BUCKETS, cpus(*sizes), layout=layout)
 
 
 def prompts(vocab_size):

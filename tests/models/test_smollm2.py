@@ -7,16 +7,14 @@ from models.golden_smollm2 import CASES
 from models.model_passes import decode_batch, make_pass, make_tables, prefill_batch
 
 from pdjax.models import kv_cache
-from pdjax.models.checkpoints.gguf import load_gguf
-from pdjax.models.transformer import from_arrays
+from pdjax.models.checkpoints.checkpoint import open_checkpoint
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def smollm2(smollm2_gguf):
-  config, arrays = load_gguf(smollm2_gguf)
-  return from_arrays(config, arrays)
+  return open_checkpoint(smollm2_gguf).load()
 
 
 def test_the_config_is_that_of_the_model(smollm2):

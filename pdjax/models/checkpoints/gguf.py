@@ -213,9 +213,3 @@ def open_gguf(path: str | pathlib.Path, *, check_weights: bool = False) -> Check
   except Exception as error:  # the reader fails in many ways on a damaged file
     raise ValueError(f"{path}: truncated, damaged or not supported: {error}") from error
   return streamed(path, config, read)
-
-
-def load_gguf(path: str | pathlib.Path) -> tuple[ModelConfig, dict[str, np.ndarray]]:
-  """Superseded by `open_gguf`: everything at once, for `transformer.from_arrays`."""
-  config, read = _read_header(pathlib.Path(path), False)
-  return config, dict(read())
