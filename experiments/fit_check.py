@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import math
+import os
 import pathlib
 import time
 
@@ -120,6 +121,7 @@ def prepare() -> Question:
     depths=_depths(model, target),
   )
 
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA misses the GPU whenever it would ask it
   from pdjax.engine.aot import abstract_model, make_target_mesh
 
   abstract_model(model, make_target_mesh(target, FLAGS.tp), dtype=question.dtype)
@@ -187,6 +189,8 @@ class Compiler:
 
   def needs(self, count: int, kinds: tuple[str, ...]):
     """What the steps need. Raises `TooLarge` where the compiler does."""
+    if self._question.pages(count).num_rows == 1:  # has no room for a chunk and a decode
+      kinds = tuple(kind for kind in kinds if kind != "mixed") or ("prefill",)
     low, high = self._question.depths
     deep = self._compile(high, count, kinds)
     if high == self._question.model.num_layers:
@@ -194,8 +198,9 @@ class Compiler:
     shallow = self._compile(low, count, kinds)
     return self._aot.at_depth(shallow, deep, (low, high), self._question.model.num_layers)
 
-  def collectives_per_layer(self, count: int, kinds: tuple[str, ...]) -> list[dict[str, float]]:
-    """Those that each layer adds to a step of each kind."""
+  def collectives_per_layer(self, count: int, needs) -> list[dict[str, float]]:
+    """Those that each layer adds to each step of `needs`."""
+    kinds = tuple(step.kind for step in needs.steps)
     shallow, deep = (self._compile(depth, count, kinds) for depth in self._question.depths)
     return self._aot.collectives_per_layer(shallow, deep, self._question.depths)
 
@@ -216,10 +221,10 @@ def run(question: Question) -> int:
       f"--tp={least} is needed"
     )
     return 1
-  first, kinds = min(q.asked or room, room), KINDS if q.num_rows > 1 else KINDS[:2]
+  first = min(q.asked or room, room)
   while True:
     try:
-      needs = compiler.needs(first, kinds)
+      needs = compiler.needs(first, KINDS)
       break
     except TooLarge:
       if first == 1:
@@ -227,7 +232,7 @@ def run(question: Question) -> int:
       first //= 2
   _print_needs(q, first, needs)
   if q.tp > 1:
-    _print_collectives(q, needs, compiler.collectives_per_layer(first, kinds))
+    _print_collectives(q, needs, compiler.collectives_per_layer(first, needs))
 
   kind = needs.largest.kind
 
@@ -241,10 +246,13 @@ def run(question: Question) -> int:
     needed_bytes, usable_bytes=q.usable_bytes, first=first, bytes_each=bytes_each
   )
   print()
+  slope = bytes_each
   if largest is not None and largest != first:
-    _print_growth(q, first, needs, largest, compiler.needs(largest, (kind,)))
+    other = compiler.needs(largest, (kind,))
+    slope = max(slope, (other.total_bytes - needs.total_bytes) / (largest - first))
+    _print_growth(q, first, needs, largest, other)
   if q.asked is not None:
-    total = needs.total_bytes + (q.asked - first) * bytes_each
+    total = needs.total_bytes + (q.asked - first) * slope
     if largest is not None and q.asked <= largest:
       print(f"fits: {q.asked} {q.unit} need {_gb(total)} of {_gb(q.usable_bytes)}")
     else:

@@ -302,35 +302,31 @@ def largest_fit(
   usable_bytes: float,
   first: int,
   bytes_each: float,
-  max_tries: int = 8,
+  max_tries: int = 10,
 ) -> int | None:
   """The largest count whose `needed_bytes` are at most `usable_bytes`; None if not even 1 fits.
 
-  `needed_bytes` grows with the count, nearly on a line; None says that the device can hold so many
-  in no way. `bytes_each` is the least that one more costs. Every answer was asked for.
+  `needed_bytes` is asked as seldom as possible, but always for the answer. It grows with the count
+  by at least `bytes_each`, on a line if the answer is to be exact, and is None for what the device
+  can hold in no way.
   """
-  low, low_bytes = 0, None  # the largest that fits
-  high = None  # the smallest that does not
+  low, low_bytes = 0, 0  # the largest that is known to fit; 0 is none
+  high = math.inf  # the smallest that is known not to
   slope, guess = bytes_each, first
   for _ in range(max_tries):
-    bytes_ = needed_bytes(guess)
-    if bytes_ is not None and low_bytes is not None and guess != low:
-      slope = max(bytes_each, (bytes_ - low_bytes) / (guess - low))
-    if bytes_ is None or bytes_ > usable_bytes:
+    guess_bytes = needed_bytes(guess)
+    if low and guess_bytes is not None:
+      slope = max(bytes_each, (guess_bytes - low_bytes) / (guess - low))
+    if guess_bytes is not None and guess_bytes <= usable_bytes:
+      low, low_bytes = guess, guess_bytes
+    else:
       high = guess
-    else:
-      low, low_bytes = guess, bytes_
-    if high is not None and high - low == 1:
+    if high - low == 1 or (low and usable_bytes - low_bytes < bytes_each):
       break
-    if low_bytes is not None:
-      more = int((usable_bytes - low_bytes) // slope)
-      if more == 0:
-        break
-      guess = low + more if high is None else min(low + more, high - 1)
-    elif bytes_ is None:
-      guess = guess // 2
+    if high == guess and guess_bytes is None:
+      guess = (low + high) // 2
+    elif low:
+      guess = min(low + max(1, int((usable_bytes - low_bytes) // slope)), high - 1)
     else:
-      guess = min(guess - 1, guess - math.ceil((bytes_ - usable_bytes) / slope))
-    if guess < 1:
-      break
+      guess = max(1, guess - math.ceil((guess_bytes - usable_bytes) / slope))
   return low or None

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pdjax.core.plan import PageUpdates, Slice, StepPlan
+from pdjax.core.plan import DecodeSlices, PageUpdates, Slice, StepPlan
 from pdjax.core.request import MAX_HELD_STOP_IDS, SamplingParams
 from pdjax.engine.buckets import Buckets, pick_bucket
-from pdjax.models.attention import PREFILL_TILE, DecodeRows, PrefillTiles, StepBatch
+from pdjax.models.attention import DECODE_ROWS, PREFILL_TILE, StepBatch, Tiles
 from pdjax.models.sampling import Sampling
 
 _TOKENS_PER_EMIT = 16  # a prefill bucket of T tokens has room for T / 16 first tokens
@@ -18,11 +18,12 @@ _TOKENS_PER_EMIT = 16  # a prefill bucket of T tokens has room for T / 16 first 
 class StepInputs(NamedTuple):
   """All that a compiled step takes besides parameters and what it updates.
 
-  The ids of decode tokens are on the device: the step fills them in from `last_token`. There are R
-  samples: for each slice that emits a token, padded, then for each decode row, padded.
+  The ids of decode tokens are on the device: the step fills them in from `last_token` of
+  `token_rows`. There are R samples: for each slice that emits a token, padded, then for each decode row, padded.
   """
 
   batch: StepBatch
+  token_rows: np.ndarray  # [T] int32, the row of a decode token; num_rows for any other
   sample_places: np.ndarray  # [R] int32 indices into T of the tokens whose logits are sampled
   sample_rows: np.ndarray  # [R] int32, num_rows is padding
   sampling: Sampling  # arrays [R]
@@ -134,22 +135,23 @@ def step_inputs(plan: StepPlan, buckets: Buckets, rows: RowState) -> StepInputs:
   sample_places[decoding] = range(at, at + num_decodes)
   sample_rows[decoding] = plan.decodes.rows
 
+  token_rows = np.full(num_tokens, rows.num_rows, np.int32)
+  token_rows[at : at + num_decodes] = plan.decodes.rows
   prefill = decode = None
   if plan.prefills:
-    prefill = _tiles(plan.prefills, num_tokens, rows)
+    prefill = _prefill_tiles(plan.prefills, num_tokens, rows)
   if num_decode_rows:
-    places = np.full(num_decode_rows, num_tokens, np.int32)
-    places[:num_decodes] = sample_places[decoding]
-    decode = DecodeRows(places=places, tables=rows.tables[sample_rows[num_emits:]])
+    decode = _decode_tiles(plan.decodes, at, num_decode_rows, num_tokens, rows)
   return StepInputs(
     batch=StepBatch(tokens=tokens, positions=positions, prefill=prefill, decode=decode),
+    token_rows=token_rows,
     sample_places=sample_places,
     sample_rows=sample_rows,
     sampling=rows.sampling(sample_rows),
   )
 
 
-def _tiles(slices: tuple[Slice, ...], num_tokens: int, rows: RowState) -> PrefillTiles:
+def _prefill_tiles(slices: tuple[Slice, ...], num_tokens: int, rows: RowState) -> Tiles:
   """Cuts packed slices into tiles of one row each."""
   tile = min(PREFILL_TILE, num_tokens)
   # Every slice may leave its last tile part empty, hence a spare tile for each row but one.
@@ -162,4 +164,24 @@ def _tiles(slices: tuple[Slice, ...], num_tokens: int, rows: RowState) -> Prefil
     places[own].ravel()[: s.num_tokens] = range(at, at + s.num_tokens)
     tile_rows[own] = s.row
     at, used = at + s.num_tokens, own.stop
-  return PrefillTiles(places=places, tables=rows.tables[tile_rows], num_tiles=np.int32(used))
+  return Tiles(
+    places=places[:, None], tables=rows.tables[tile_rows][:, None], num_tiles=np.int32(used)
+  )
+
+
+def _decode_tiles(
+  decodes: DecodeSlices, first_place: int, num_decode_rows: int, num_tokens: int, rows: RowState
+) -> Tiles:
+  """Cuts decodes, which lie from `first_place` on, into tiles of rows of like length."""
+  b = min(DECODE_ROWS, num_decode_rows)
+  num_tiles = -(-num_decode_rows // b)
+  order = np.argsort(decodes.positions, kind="stable")
+  places = np.full(num_tiles * b, num_tokens, np.int32)
+  places[: len(order)] = first_place + order
+  tile_rows = np.full(num_tiles * b, rows.num_rows, np.int32)
+  tile_rows[: len(order)] = np.asarray(decodes.rows, np.int32)[order]
+  return Tiles(
+    places=places.reshape(num_tiles, b, 1),
+    tables=rows.tables[tile_rows].reshape(num_tiles, b, -1),
+    num_tiles=np.int32(-(-len(order) // b)),
+  )

@@ -26,7 +26,9 @@ def default_buckets(pages: PageConfig, *, whole_budget: int, chunk_budget: int) 
   return Buckets(
     prefill=grow_to(16, max(16, whole_budget, chunk_budget), 2)[-4:],
     mixed=grow_to(16, max(16, chunk_budget), 2)[-2:],
-    rows=grow_to(1, pages.num_rows, 2)[-4:],
+    rows=tuple(
+      sorted({1, *grow_to(1, pages.num_rows, 2)[-3:]})
+    ),  # one row is a product by a vector
     pages=grow_to(min(4, pages.pages_per_row), pages.pages_per_row, 4)[-3:],
   )
 

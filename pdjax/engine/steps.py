@@ -85,10 +85,9 @@ class Steps:
   ):
     batch = inputs.batch
     if batch.decode is not None:
-      (num_decodes,) = batch.decode.places.shape
-      rows = inputs.sample_rows[-num_decodes:]
+      rows = inputs.token_rows
       ids = jnp.maximum(last_token.at[rows].get(mode="clip"), 0)  # -1 after a failure
-      batch = batch._replace(tokens=batch.tokens.at[batch.decode.places].set(ids, mode="drop"))
+      batch = batch._replace(tokens=jnp.where(rows < len(last_token), ids, batch.tokens))
       seen = seen.at[rows, ids].set(True, mode="drop")  # prompts: see `add_seen`
     hidden, cache = self._forward(params, cache, batch)
     logits = self._model.unembed(params, hidden[inputs.sample_places])

@@ -19,13 +19,16 @@ from jax import lax
 from pdjax.models import kv_cache
 from pdjax.models.kv_cache import KVLayout, LayerCache
 
-# Measured on 2 AVX-512 cores with the shapes of SmolLM2-135M (H 9, K 3, h 64), jax 0.10.2, in ms
-# a layer. Prefill of 512 tokens, tile x key block: 64 x 64 6.5, 64 x 128 6.1, 64 x 256 7.7,
-# 128 x 128 5.4, 128 x 256 5.0; of 16 tokens, key block 128 0.13, 256 0.23. A tile of 128 would save
-# 5 % of a whole prefill step but make a chunk of one token cost 128.
-PREFILL_TILE = 64
-PREFILL_KEY_BLOCK = 128
-# Decode of 8 rows at context 200 and 900, key block 128: 0.30 1.04; 256: 0.26 0.94; 512: 0.53 1.01.
+# Measured on 2 AVX-512 cores with the shapes of SmolLM2-135M (H 9, K 3, h 64), jax 0.10.2, in ms a
+# layer. Prefill of 512 tokens, and of 256 behind 1,000, tile x key block: 64 x 128 5.7 10.4, 128 x
+# 128 5.4 9.7, 128 x 256 4.9 7.9, 256 x 256 4.6 6.9: matrices of fewer than some 400 rows (G x tile)
+# are multiplied on one core. A tile of 256 would make a chunk of one token cost 256.
+PREFILL_TILE = 128
+PREFILL_KEY_BLOCK = 256
+# Decode of 16 rows at context 300, 8 at 256, and 15 at 300 beside one at 1,400, rows of a tile x key
+# block: 2 x 256 1.1 0.34 1.2, 4 x 128 0.94 0.34 3.2, 4 x 256 0.96 0.28 1.4, 8 x 256 0.93 0.45 1.7,
+# 16 x 128 0.77 0.30 2.5, 16 x 256 0.90 0.49 2.5.
+DECODE_ROWS = 4
 DECODE_KEY_BLOCK = 256
 
 _MASKED = -1e30  # finite: exp(-inf - -inf) is NaN for a row that sees no key
@@ -70,31 +73,29 @@ softmax_reduction = Reduction(_softmax_init, _softmax_step, _softmax_finish)
 """Online softmax in float32 with scale head_dim ** -0.5 (Dao et al. 2022, algorithm 1)."""
 
 
-class PrefillTiles(NamedTuple):
-  """The prompt tokens of a step, cut into tiles of one row each."""
+class Tiles(NamedTuple):
+  """The tokens of a step that are attended together: t tokens of each of b rows.
 
-  places: jax.Array  # [n_tiles, tile] indices into T; T for padding
-  tables: jax.Array  # [n_tiles, P]
+  Prompts are cut into tiles of one row and many tokens, decodes into tiles of several rows and one
+  token each. A tile reads as many keys as its longest row needs, so rows of like length belong
+  together.
+  """
+
+  places: jax.Array  # [n, b, t] indices into T; T for padding
+  tables: jax.Array  # [n, b, P]
   num_tiles: jax.Array  # [], int32: the tiles in use, which come first
-
-
-class DecodeRows(NamedTuple):
-  """The decode tokens of a step, one a row."""
-
-  places: jax.Array  # [B] indices into T; T for padding
-  tables: jax.Array  # [B, P]
 
 
 class StepBatch(NamedTuple):
   """The tokens of a step, packed in any order. Only attention knows which is prefill or decode.
 
-  Padding of tiles and rows is no token, so the linear layers see none but at the end of T.
+  Padding of tiles is no token, so the linear layers see none but at the end of T.
   """
 
   tokens: jax.Array  # [T]
   positions: jax.Array  # [T], -1 for padding
-  prefill: PrefillTiles | None
-  decode: DecodeRows | None
+  prefill: Tiles | None
+  decode: Tiles | None
 
 
 def attend(
@@ -106,7 +107,7 @@ def attend(
   layer_cache: LayerCache,
   *,
   window: int | None = None,
-  block_size: int = DECODE_KEY_BLOCK,
+  block_size: int,
 ) -> jax.Array:  # [B, t, H, h]
   """Attends t tokens of each of B rows to all cached positions up to their own.
 
@@ -145,27 +146,22 @@ def _take(x: jax.Array, places: jax.Array, fill: int) -> jax.Array:  # [T, ...] 
   return x.at[places].get(mode="fill", fill_value=fill)
 
 
-def _attend_tiles(layout, reduction, q, positions, prefill, layer_cache, window):
-  """Attends tile by tile, so that each reads no more keys than its own row and place need."""
-  positions = _take(positions, prefill.places, -1)
+def _attend_tiles(layout, reduction, x, positions, tiles, layer_cache, window, block_size):
+  """Attends the queries of `tiles` in x [T, H, h] and puts the outputs in their place.
 
-  # Outputs take the place of queries: with buffers of zeros to fill, XLA for GPUs makes those of
-  # all layers at once, before the first (2 GB for 2,048 tokens of Llama-3-8B).
-  def body(i, tiles):
-    q, p, table = (lax.dynamic_slice_in_dim(x, i, 1) for x in (tiles, positions, prefill.tables))
-    tile = attend(
-      layout, reduction, q, p, table, layer_cache, window=window, block_size=PREFILL_KEY_BLOCK
+  In their place, as XLA for GPUs would make buffers of zeros of all layers at once, before the first
+  (2 GB for 2,048 tokens of Llama-3-8B).
+  """
+
+  def body(i, x):
+    places = tiles.places[i]
+    q, p = _take(x, places, 0), _take(positions, places, -1)
+    out = attend(
+      layout, reduction, q, p, tiles.tables[i], layer_cache, window=window, block_size=block_size
     )
-    return lax.dynamic_update_slice_in_dim(tiles, tile, i, 0)
+    return x.at[places].set(out, mode="drop")
 
-  return lax.fori_loop(0, prefill.num_tiles, body, _take(q, prefill.places, 0))
-
-
-def _attend_rows(layout, reduction, q, positions, decode, layer_cache, window):
-  rows = _take(q, decode.places, 0)[:, None]
-  positions = _take(positions, decode.places, -1)[:, None]
-  out = attend(layout, reduction, rows, positions, decode.tables, layer_cache, window=window)
-  return out[:, 0]
+  return lax.fori_loop(0, tiles.num_tiles, body, x)
 
 
 Attend = Callable[
@@ -175,27 +171,23 @@ Attend = Callable[
 
 def make_attend(layout: KVLayout, reduction: Reduction, batch: StepBatch) -> Attend:
   """The `attend` of one step, for every layer of it."""
-  positions, prefill, decode = batch.positions, batch.prefill, batch.decode
+  positions = batch.positions
   (num_tokens,) = positions.shape
-  outer = inner = jnp.full(num_tokens, layout.num_pages)  # padding is in no tile and no row
-  pairs = []  # places [B, t] and tables [B, P]
-  if prefill is not None:
-    pairs.append((prefill.places, prefill.tables))
-  if decode is not None:
-    pairs.append((decode.places[:, None], decode.tables))
-  for places, tables in pairs:
+  kinds = [(batch.prefill, PREFILL_KEY_BLOCK), (batch.decode, DECODE_KEY_BLOCK)]
+  kinds = [(tiles, block_size) for tiles, block_size in kinds if tiles is not None]
+  outer = inner = jnp.full(num_tokens, layout.num_pages)  # padding is in no tile
+  for tiles, _ in kinds:
+    *_, num_pages = tiles.tables.shape
+    *_, t = tiles.places.shape
+    places, tables = tiles.places.reshape(-1, t), tiles.tables.reshape(-1, num_pages)
     where = kv_cache.locate(layout, tables, _take(positions, places, -1))
     outer, inner = (x.at[places].set(w, mode="drop") for x, w in zip((outer, inner), where))
 
   def attend_step(q, k, v, layer_cache, window):
     layer_cache = kv_cache.write(layout, layer_cache, outer, inner, k, v)
     out = q  # of padding it stays so: finite, and nobody reads it
-    if prefill is not None:
-      tiles = _attend_tiles(layout, reduction, q, positions, prefill, layer_cache, window)
-      out = out.at[prefill.places].set(tiles, mode="drop")
-    if decode is not None:
-      rows = _attend_rows(layout, reduction, q, positions, decode, layer_cache, window)
-      out = out.at[decode.places].set(rows, mode="drop")
+    for tiles, block_size in kinds:
+      out = _attend_tiles(layout, reduction, out, positions, tiles, layer_cache, window, block_size)
     return out, layer_cache
 
   return attend_step

@@ -12,9 +12,10 @@ import optax
 from pdjax.models.attention import Attend
 from pdjax.models.model import Model, Params
 
-# Loss and gradient of 8 sequences of 256 tokens, one layer with H 8, K 2, h 16, on 2 AVX-512 cores:
-# 18 ms with blocks of 64 queries, 27 with 128, 56 with one block, which also reads keys in vain.
-_QUERY_BLOCK = 64
+# Steps of the tiny model on 2 AVX-512 cores: 8 sequences of 256 tokens take as long with blocks of
+# 64, one of 2,048 a quarter longer, and half as long again to compile. One block for all queries
+# reads twice the keys; the attention of 256 tokens then takes three times as long.
+_QUERY_BLOCK = 128
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

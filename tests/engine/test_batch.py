@@ -85,7 +85,7 @@ def test_tokens_are_packed_without_gaps_and_tiles_cover_each_prefill_token_once(
   assert (batch.positions[plan.num_tokens :] == -1).all()
   tiles = batch.prefill
   used, covered = int(tiles.num_tiles), []
-  for tile, table in zip(tiles.places[:used], tiles.tables[:used], strict=True):
+  for (tile,), (table,) in zip(tiles.places[:used], tiles.tables[:used], strict=True):
     indices = tile[tile < size].tolist()
     assert indices == list(range(indices[0], indices[0] + len(indices))), "a tile is one stretch"
     (row,) = {places[i][0] for i in indices}
@@ -99,16 +99,23 @@ def test_tokens_are_packed_without_gaps_and_tiles_cover_each_prefill_token_once(
 def test_decodes_come_after_the_prompts_each_with_the_table_of_its_row(case):
   num_rows, plan, size = case
   inputs, rows = inputs_of(num_rows, plan, size)
-  n, decode = len(plan.decodes), inputs.batch.decode
+  n, decode, first = len(plan.decodes), inputs.batch.decode, plan.num_prefill_tokens
+  want = [num_rows] * size
+  want[first : first + n] = plan.decodes.rows
+  assert inputs.token_rows.tolist() == want
   if not n:
     assert decode is None
     return
-  first = plan.num_prefill_tokens
-  assert decode.places[:n].tolist() == list(range(first, first + n))
-  assert decode.tables[:n].tolist() == rows.tables[list(plan.decodes.rows)].tolist()
+  places, tables = decode.places.ravel(), decode.tables.reshape(-1, rows.tables.shape[1])
+  assert sorted(places[:n]) == list(range(first, first + n))
+  assert tables[:n].tolist() == rows.tables[inputs.token_rows[places[:n]]].tolist()
+  # Rows of like length share a tile, and only tiles in use are attended.
+  positions = inputs.batch.positions[places[:n]].tolist()
+  assert positions == sorted(positions)
+  num_tiles, rows_of_tile, _ = decode.places.shape
+  assert decode.num_tiles == -(-n // rows_of_tile) and num_tiles * rows_of_tile >= num_rows
   # A mixed step has a place for every row; those that nobody uses point nowhere.
-  assert len(decode.places) == num_rows
-  assert (decode.places[n:] == size).all() and (decode.tables[n:] == NUM_PAGES).all()
+  assert (places[n:] == size).all() and (tables[n:] == NUM_PAGES).all()
   assert inputs.sample_rows[-num_rows:][:n].tolist() == list(plan.decodes.rows)
 
 
@@ -167,9 +174,9 @@ def test_decodes_alone_are_padded_with_rows_that_nobody_has():
   assert inputs.batch.prefill is None
   assert inputs.sample_rows.tolist() == [4, 0, 2, ROWS, ROWS]
   assert inputs.batch.positions.tolist() == [3, 11, 5, -1, -1]
-  assert decode.places.tolist() == [0, 1, 2, ROWS, ROWS]
-  assert decode.tables[:3].tolist() == rows.tables[[4, 0, 2]].tolist()
-  assert (decode.tables[3:] == NUM_PAGES).all(), "padding has pages out of range"
+  assert decode.places.ravel()[:4].tolist() == [0, 2, 1, ROWS], "the shortest first"
+  assert decode.tables[0, :3].tolist() == rows.tables[[4, 2, 0]].tolist()
+  assert (decode.tables[0, 3] == NUM_PAGES).all(), "padding has pages out of range"
   assert inputs.sampling.temperature.tolist() == [5, 1, 3, 0, 0]
   assert inputs.sampling.seed[:3].tolist() == [1004, 1000, 1002]
   one = DecodeSlices(request_ids=(7,), generations=(0,), rows=(4,), positions=(3,))
@@ -189,7 +196,7 @@ def test_page_updates_and_seats_come_before_the_arrays():
   s = prefill(1, 0, 5, temperature=0.25, top_p=0.5, seed=2**32 + 3)
   plan = StepPlan(step_id=0, prefills=(s,), decodes=DECODES, page_updates=updates)
   inputs = step_inputs(plan, BUCKETS, rows_state())
-  assert inputs.batch.prefill.tables[0, 2] == 33 and inputs.batch.decode.tables[0, 0] == 34
+  assert inputs.batch.prefill.tables[0, 0, 2] == 33 and inputs.batch.decode.tables[0, 0, 0] == 34
   assert inputs.sampling.temperature[0] == np.float32(0.25)
   assert inputs.sampling.top_k[0] == VOCAB and inputs.sampling.top_p[0] == np.float32(0.5)
   assert inputs.sampling.seed[0] == 3

@@ -96,7 +96,7 @@ class Recorder:
 
   def gather_pages(self, cache, page_ids):
     self.num_copied_pages["gather"].add(len(page_ids))
-    return np.zeros(1)
+    return np.zeros((1, 1, 1, 1, 1))
 
   def scatter_pages(self, cache, last_token, page_ids, pieces, row, token_id):
     self.num_copied_pages["scatter"].add(len(page_ids))
@@ -136,9 +136,9 @@ def test_warm_up_compiles_only_what_the_roles_use():
     executor = JaxExecutor(model, steps, pages, layout, buckets, make_mesh(cpus(1)[0]))
     kinds[role] = {line.split(": ")[1].split()[0] for line in warm_up([executor], [{role}])}
   assert kinds == {
-    "mixed": {"prefill", "decode", "mixed"},
-    "prefill": {"prefill", "gather"},
-    "decode": {"decode", "scatter"},
+    "mixed": {"prefill", "decode", "mixed", "seen"},
+    "prefill": {"prefill", "gather", "seen"},
+    "decode": {"decode", "scatter", "seen"},
   }
 
 

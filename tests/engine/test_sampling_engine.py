@@ -8,6 +8,7 @@ import pytest
 from engine.pools import CAPACITY, make_cluster, request, serve_all
 
 from pdjax.core.events import Preempted
+from pdjax.core.model_config import TINY
 from pdjax.core.plan import DecodeSlices, StepPlan
 from pdjax.engine.jax_executor import StepTicket
 from pdjax.models.sampling import Sampled
@@ -38,7 +39,7 @@ def make_requests(**sampling):
   """A row is soon another request's, whose prompt it must not be penalised for."""
   rng = np.random.default_rng(5)
   return [
-    request(i, rng.integers(0, 512, n).tolist(), max_tokens=12, **sampling)
+    request(i, rng.integers(0, TINY.vocab_size, n).tolist(), max_tokens=12, **sampling)
     for i, n in enumerate((1, 20, 9, 33, 4, 14, 40, 2, 25))
   ]
 
@@ -132,7 +133,7 @@ class Letters(ByteTokenizer):
   """Every id has four letters."""
 
   def __init__(self):
-    super().__init__(512)
+    super().__init__(TINY.vocab_size)
 
   def decode(self, ids):
     return "".join("".join(chr(97 + (i >> 2 * n) % 16) for n in range(4)) for i in ids)

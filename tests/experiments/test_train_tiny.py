@@ -25,7 +25,7 @@ for package in ("tokenizers", "safetensors", "matplotlib"):
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 NUM_STEPS = 16
-FLAGS = (f"--steps={NUM_STEPS}", "--rows=4", "--row_tokens=32")
+FLAGS = (f"--steps={NUM_STEPS}", "--rows=8", "--row_tokens=32")
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_a_killed_and_an_interrupted_run_end_at_the_same_bytes(start, straight, 
 @pytest.fixture(scope="module")
 def trainer(straight):
   """The finished run, opened again."""
-  recipe = train_tiny.Recipe(num_steps=NUM_STEPS, seed=0, num_rows=4, row_tokens=32)
+  recipe = train_tiny.Recipe(num_steps=NUM_STEPS, seed=0, num_rows=8, row_tokens=32)
   return train_tiny.Trainer(recipe, straight, topics)
 
 
@@ -120,7 +120,7 @@ def test_losses_fall_and_all_are_kept(trainer):
 @pytest.mark.parametrize(
   "flags, parts",
   [
-    (("--seed=1", "--rows=8"), ["seed=1 instead of 0", "rows=8 instead of 4", "cannot go on"]),
+    (("--seed=1", "--rows=16"), ["seed=1 instead of 0", "rows=16 instead of 8", "cannot go on"]),
     (("--out={out}/settings.json",), ["settings.json is a file"]),
   ],
 )
@@ -136,7 +136,7 @@ def test_wrong_flags_give_one_message_and_change_nothing(straight, start, flags,
 
 @pytest.mark.parametrize(
   "field, value",
-  [("num_steps", 0), ("seed", -1), ("num_rows", 6), ("num_rows", 0), ("row_tokens", 600)],
+  [("num_steps", 0), ("seed", -1), ("num_rows", 12), ("num_rows", 0), ("row_tokens", 300)],
 )
 def test_a_recipe_names_its_wrong_value(field, value):
   fields = {"num_steps": 10, "seed": 0, "num_rows": 8, "row_tokens": 256, field: value}
@@ -147,19 +147,27 @@ def test_a_recipe_names_its_wrong_value(field, value):
 # Text and rows.
 
 
-def test_rows_are_a_function_of_seed_and_step():
+def test_rows_are_pieces_of_the_text_by_seed_and_step():
   ids = np.arange(50_000, dtype=np.int32)
-  recipe = train_tiny.Recipe(num_steps=100, seed=3, num_rows=8, row_tokens=256)
-  for step in (0, 1, 84, 85, 99):
+  recipe, other = (
+    train_tiny.Recipe(num_steps=100, seed=seed, num_rows=8, row_tokens=128) for seed in (3, 4)
+  )
+  shapes = set()
+  for step in range(20):
     rows = recipe.rows(ids, step)
     np.testing.assert_array_equal(rows, recipe.rows(ids, step))
-    assert (np.diff(rows) == 1).all()  # each row is a piece of the text
-    num_rows, num_ids = rows.shape
-    assert num_rows * (num_ids - 1) == 8 * 256  # as many tokens in the long rows
-  assert recipe.rows(ids, 84).shape[1] < recipe.rows(ids, 85).shape[1]
-  assert (recipe.rows(ids, 0) != recipe.rows(ids, 1)).any()
-  other = train_tiny.Recipe(num_steps=100, seed=4, num_rows=8, row_tokens=256)
-  assert (recipe.rows(ids, 0) != other.rows(ids, 0)).any()
+    assert (np.diff(rows) == 1).all()
+    assert rows[-1, 0] not in (recipe.rows(ids, step + 20)[-1, 0], other.rows(ids, step)[-1, 0])
+    shapes.add(rows.shape)
+  assert shapes == {(8, 129), (1, 1025)}  # now and then as many tokens in one row
+
+
+def test_the_first_row_begins_a_topic():
+  ids = np.full(50_000, 7, np.int32)
+  begins = train_tiny.SPECIAL.index(train_tiny.USER)
+  ids[[11, 20_000]] = begins
+  recipe = train_tiny.Recipe(num_steps=100, seed=0, num_rows=8, row_tokens=128)
+  assert all(recipe.rows(ids, step)[0, 0] == begins for step in range(9))
 
 
 def test_held_out_rows_cover_the_text_once():

@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 
-from pdjax.models.attention import DecodeRows, PrefillTiles, StepBatch, make_attend
+from pdjax.models.attention import StepBatch, Tiles, make_attend
 from pdjax.models.kv_cache import KVLayout
 
 
@@ -33,7 +33,7 @@ def prefill_batch(layout, tables, slices, *, num_tiles, tile):
       tile_tables[used] = tables[row]
       used += 1
     at += len(ids)
-  tiles = PrefillTiles(places, tile_tables, np.int32(used))
+  tiles = Tiles(places[:, None], tile_tables[:, None], np.int32(used))
   return StepBatch(tokens, positions, tiles, None), np.arange(at)
 
 
@@ -43,7 +43,8 @@ def decode_batch(layout, tables, entries, *, num_rows):
   row_tables = np.full((num_rows, layout.pages_per_row), layout.num_pages, np.int32)
   for i, (row, position, token) in enumerate(entries):
     tokens[i], positions[i], row_tables[i] = token, position, tables[row]
-  rows = DecodeRows(np.arange(num_rows, dtype=np.int32), row_tables)
+  places = np.arange(num_rows, dtype=np.int32)
+  rows = Tiles(places[None, :, None], row_tables[None], np.int32(1))
   return StepBatch(tokens, positions, None, rows)
 
 

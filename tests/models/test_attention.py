@@ -105,7 +105,9 @@ def test_only_padding_gives_no_nan(kind, case):
   layout = make_layout(kind)
   tables = np.full((3, layout.pages_per_row), layout.num_pages, np.int32)
   cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), kv_cache.init_cache(layout))[0]
-  out = attend(layout, softmax_reduction, q, np.full_like(positions, -1), tables, cache)
+  out = attend(
+    layout, softmax_reduction, q, np.full_like(positions, -1), tables, cache, block_size=8
+  )
   assert np.isfinite(out).all()
 
 
@@ -154,6 +156,7 @@ def test_paged_and_slots_give_the_same_bytes(case):
     layout = make_layout(kind)
     tables = make_tables(layout)
     cache = filled_cache(layout, tables, keys, values)
-    outs.append(np.asarray(attend(layout, softmax_reduction, q, positions, tables, cache)))
+    out = attend(layout, softmax_reduction, q, positions, tables, cache, block_size=12)
+    outs.append(np.asarray(out))
   valid = positions >= 0
   np.testing.assert_array_equal(outs[0][valid], outs[1][valid])
