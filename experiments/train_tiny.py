@@ -4,7 +4,12 @@ A Llama of 0.9M parameters with a byte-level BPE of its own learns the documenta
 Python (`pydoc_data.topics`). After Ctrl-C or a kill the same command with the same `--out` goes on
 from the last checkpoint, and ends at the same weights, bit for bit.
 
-Expected: EXPECTED
+Expected, on 2 idle cores: 4 to 5 steps a second, under 9 minutes for the default 2,000; loss 7.4 at
+first and 0.7 at the end, held-out loss 4.1 at its best (step 500) and 5.0 at the end: it learns by
+heart, as a sure model has few near ties among its greedy tokens. The folder `OUT/model` (--export)
+then has config.json, tokenizer.json, tokenizer_config.json and model.safetensors in float16, which
+costs nothing (held-out loss 4.9540 and 4.9541); it is what `pdjax/models/tiny` holds. Last seen on
+2026-11-29 with jax 0.10.2, on 2 cores shared with other work, in 29 minutes.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ class StepInputs(NamedTuple):
   """All that a compiled step takes besides parameters and what it updates.
 
   The ids of decode tokens are on the device: the step fills them in from `last_token` of
-  `token_rows`. There are R samples: for each slice that emits a token, padded, then for each decode row, padded.
+  `token_rows`. There are R samples: for each slice that emits a token, padded, then for each
+  decode row, padded.
   """
 
   batch: StepBatch

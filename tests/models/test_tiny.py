@@ -95,7 +95,7 @@ def test_the_tokenizer_fits_and_encodes_any_text(model, tokenizer):
   assert len(text) / len(tokenizer.encode(text)) > 2.5  # characters a token: it learnt this text
 
 
-@pytest.mark.parametrize("topic, bound", [("while", 2.0), ("booleans", 2.5), ("lambda", 2.5)])
+@pytest.mark.parametrize("topic, bound", [("while", 0.6), ("booleans", 0.9), ("lambda", 1.2)])
 def test_it_predicts_the_documentation(model, tokenizer, topic, bound):
   ids = np.array([tokenizer.encode(topics[topic])[:257]], np.int32)
   losses = jax.jit(functools.partial(token_losses, model))(model.params, ids)
@@ -109,7 +109,7 @@ def test_greedy_text_is_words(tokenizer, greedy):
   words = [word for text in texts for word in re.findall(r"[a-z]+", text.lower())[1:-1]]  # whole
   assert len(words) > 8 * len(texts)
   assert len({*words}) > 60
-  assert sum(word in known for word in words) / len(words) > 0.95
+  assert sum(word in known for word in words) / len(words) > 0.85
 
 
 def test_chat_answers_with_the_topic(tokenizer, greedy):
@@ -126,7 +126,7 @@ def test_greedy_tokens_have_no_near_ties(tokenizer, greedy, longest, seed):
   _, margins = greedy(prompts_of(tokenizer, num_prompts, longest, seed))
   assert margins.min() > NOISE
   assert np.quantile(margins, 0.01) > 100 * NOISE
-  assert np.mean(margins < 1e-3) < 0.002
+  assert np.mean(margins < 10 * NOISE) < 0.005
 
 
 def test_the_noise_is_a_true_bound(model, tokenizer):
