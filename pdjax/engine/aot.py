@@ -291,8 +291,8 @@ def collectives_per_layer(
   each = []
   for a, b in zip(shallow.steps, deep.steps, strict=True):
     few, many = a.collectives["always"], b.collectives["always"]
-    names = sorted(few.keys() | many.keys())
-    each.append({name: (many.get(name, 0) - few.get(name, 0)) / (high - low) for name in names})
+    more = {name: many.get(name, 0) - few.get(name, 0) for name in sorted(few.keys() | many.keys())}
+    each.append({name: count / (high - low) for name, count in more.items() if count})
   return each
 
 
@@ -311,7 +311,7 @@ def largest_fit(
   can hold in no way.
   """
   low, low_bytes = 0, 0  # the largest that is known to fit; 0 is none
-  high = math.inf  # the smallest that is known not to
+  high, high_bytes = math.inf, None  # the smallest that is known not to
   slope, guess = bytes_each, first
   for _ in range(max_tries):
     guess_bytes = needed_bytes(guess)
@@ -320,12 +320,14 @@ def largest_fit(
     if guess_bytes is not None and guess_bytes <= usable_bytes:
       low, low_bytes = guess, guess_bytes
     else:
-      high = guess
+      high, high_bytes = guess, guess_bytes
     if high - low == 1 or (low and usable_bytes - low_bytes < bytes_each):
       break
     if high == guess and guess_bytes is None:
       guess = (low + high) // 2
     elif low:
+      if high_bytes is not None:
+        slope = max(bytes_each, (high_bytes - low_bytes) / (high - low))
       guess = min(low + max(1, int((usable_bytes - low_bytes) // slope)), high - 1)
     else:
       guess = max(1, guess - math.ceil((guess_bytes - usable_bytes) / slope))

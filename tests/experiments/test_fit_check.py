@@ -10,19 +10,34 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from configs.targets import TARGETS
 from experiments.fit_check import MEMORY_SHARE, Question, _install_command, run
 from pdjax.core.model_config import TINY
 from pdjax.engine import aot
+from pdjax.engine import steps as steps_module
 from pdjax.engine.mesh import make_mesh
 from pdjax.engine.targets import missing_packages
+from pdjax.models.sampling import Sampled
 from pdjax.sim.hardware import Device
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SMALL = dataclasses.replace(TINY, num_layers=1)
 PAGE_BYTES = 2 * 2 * 4 * TINY.head_dim * 4 // 2  # K and V of 2 heads, pages of 4, over 2 devices
+
+
+@pytest.fixture
+def plain_sampling(monkeypatch):
+  """Greedy tokens alone: all of sampling takes most of the time to compile."""
+
+  def sample(logits, sampling, positions, seen, rows):
+    ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    top = jnp.zeros((*ids.shape, 1), jnp.int32)
+    return Sampled(ids, jnp.zeros(ids.shape), top, top.astype(jnp.float32))
+
+  monkeypatch.setattr(steps_module, "sample", sample)
 
 
 def question(*, memory_bytes: float, asked: int | None, layout="paged", tp=2) -> Question:
@@ -63,7 +78,7 @@ def numbers(text: str, pattern: str) -> tuple[int, ...]:
   return tuple(map(int, (match,) if isinstance(match, str) else match))
 
 
-def test_the_largest_page_count_fits_and_one_page_more_does_not(capsys):
+def test_the_largest_page_count_fits_and_one_page_more_does_not(capsys, plain_sampling):
   q = question(memory_bytes=6e6, asked=1000)
   assert run(q) == 0
   out = capsys.readouterr().out
@@ -88,7 +103,7 @@ def test_the_largest_page_count_fits_and_one_page_more_does_not(capsys):
   assert "grow" not in out
 
 
-def test_too_many_rows_are_told_by_how_much_and_how_many_fit(capsys):
+def test_too_many_rows_are_told_by_how_much_and_how_many_fit(capsys, plain_sampling):
   q = question(memory_bytes=60e6, asked=5000, layout="slots", tp=1)
   assert run(q) == 1
   out = capsys.readouterr().out
@@ -130,7 +145,9 @@ class Keeping(aot.Steps):
 
 
 @pytest.mark.parametrize("steps", [Copying, Keeping])
-def test_a_cache_that_is_there_twice_is_told_and_counted(steps, capsys, monkeypatch):
+def test_a_cache_that_is_there_twice_is_told_and_counted(
+  steps, capsys, monkeypatch, plain_sampling
+):
   monkeypatch.setattr(aot, "Steps", steps)
   q = question(memory_bytes=6e6, asked=None, tp=1)
   run(q)
