@@ -189,20 +189,9 @@ def shard_of(config: ModelConfig, tp: int) -> ModelConfig:
   vocabulary where it does not divide. Norms and residuals, all of width `d_model`, are everywhere.
 
   Raises:
-    ValueError: `tp` divides not the heads, not the MLP, or neither divides nor is divided by the
-      kv heads.
+    ValueError: as `ModelConfig.check_split`.
   """
-  for field in ("num_heads", "d_ff"):
-    if getattr(config, field) % tp:
-      raise ValueError(
-        f"model {config.name}: {field}={getattr(config, field)} is no multiple of the {tp} devices "
-        f"of tensor parallelism"
-      )
-  if config.num_kv_heads % tp and tp % config.num_kv_heads:
-    raise ValueError(
-      f"model {config.name}: num_kv_heads={config.num_kv_heads} can neither be split over {tp} "
-      f"devices of tensor parallelism nor copied evenly to them"
-    )
+  config.check_split(tp)
   return dataclasses.replace(
     config,
     num_heads=config.num_heads // tp,

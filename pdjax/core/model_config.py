@@ -119,6 +119,25 @@ class ModelConfig:
     """How many tokens a token of `layer` sees, itself included; None for all."""
     return self.sliding_window if layer >= self.first_window_layer else None
 
+  def check_split(self, tp: int) -> None:
+    """Whether the model can be split over `tp` devices.
+
+    Raises:
+      ValueError: `tp` divides not the heads, not the MLP, or neither divides nor is divided by the
+        kv heads.
+    """
+    for field in ("num_heads", "d_ff"):
+      if getattr(self, field) % tp:
+        raise ValueError(
+          f"model {self.name}: {field}={getattr(self, field)} is no multiple of the {tp} devices "
+          f"of tensor parallelism"
+        )
+    if self.num_kv_heads % tp and tp % self.num_kv_heads:
+      raise ValueError(
+        f"model {self.name}: num_kv_heads={self.num_kv_heads} can neither be split over {tp} "
+        f"devices of tensor parallelism nor copied evenly to them"
+      )
+
   @property
   def attention_params(self) -> int:
     """Parameters of the four attention matrices of one layer."""

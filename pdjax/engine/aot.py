@@ -26,7 +26,7 @@ from pdjax.engine.mesh import ensure_devices, make_mesh
 from pdjax.engine.steps import Steps, state_shapes
 from pdjax.engine.targets import CpuTarget, Target
 from pdjax.models.kv_cache import KVLayout
-from pdjax.models.model import Model, axes_sharding, check_split
+from pdjax.models.model import Model, axes_sharding
 from pdjax.models.transformer import build, param_shapes
 from pdjax.scheduling.pages import PageConfig
 from pdjax.scheduling.probe import probe_plan
@@ -114,7 +114,7 @@ def abstract_model(config: ModelConfig, mesh: Mesh, *, dtype: str) -> Model:
   Raises:
     ValueError: the mesh does not divide the model.
   """
-  check_split(config, mesh.size)
+  config.check_split(mesh.size)
   names = build(config, (), dtype=dtype)
   shapes = param_shapes(config).values()
   params = tuple(

@@ -26,8 +26,8 @@ from pdjax.models.kv_cache import KVLayout, LayerCache
 PREFILL_TILE = 128
 PREFILL_KEY_BLOCK = 256
 # Decode of 16 rows at context 300, 8 at 256, and 15 at 300 beside one at 1,400, rows of a tile x
-# key block: 2 x 256 1.1 0.34 1.2, 4 x 128 0.94 0.34 3.2, 4 x 256 0.96 0.28 1.4, 8 x 256 0.93 0.45 1.7,
-# 16 x 128 0.77 0.30 2.5, 16 x 256 0.90 0.49 2.5.
+# key block: 2 x 256 1.1 0.34 1.2, 4 x 128 0.94 0.34 3.2, 4 x 256 0.96 0.28 1.4, 8 x 256 0.93 0.45
+# 1.7, 16 x 128 0.77 0.30 2.5, 16 x 256 0.90 0.49 2.5.
 DECODE_ROWS = 4
 DECODE_KEY_BLOCK = 256
 

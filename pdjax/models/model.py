@@ -31,26 +31,6 @@ def tensor_parallel(mesh: Mesh) -> int:
   return mesh.shape.get(TENSOR_AXIS, 1)
 
 
-def check_split(config: ModelConfig, tp: int) -> None:
-  """Whether a model can be split over `tp` devices.
-
-  Raises:
-    ValueError: `tp` divides not the heads, not the MLP, or neither divides nor is divided by the
-      kv heads.
-  """
-  for field in ("num_heads", "d_ff"):
-    if getattr(config, field) % tp:
-      raise ValueError(
-        f"model {config.name}: {field}={getattr(config, field)} is no multiple of the {tp} devices "
-        f"of tensor parallelism"
-      )
-  if config.num_kv_heads % tp and tp % config.num_kv_heads:
-    raise ValueError(
-      f"model {config.name}: num_kv_heads={config.num_kv_heads} can neither be split over {tp} "
-      f"devices of tensor parallelism nor copied evenly to them"
-    )
-
-
 def kv_copies(config: ModelConfig, tp: int) -> int:
   """Copies of each kv head over `tp` devices: more than 1 where devices outnumber kv heads."""
   return max(1, tp // config.num_kv_heads)
@@ -73,7 +53,7 @@ def param_sharding(
 ) -> Sharding:
   """How a parameter with logical `axes` lies on a device, a sharding or a mesh."""
   if isinstance(target, Mesh):
-    check_split(config, tensor_parallel(target))
+    config.check_split(tensor_parallel(target))
     return axes_sharding(axes, shape, target)
   return SingleDeviceSharding(target) if isinstance(target, jax.Device) else target
 
@@ -124,7 +104,7 @@ class Model:
       ValueError: the mesh does not divide the heads or the MLP.
     """
     if isinstance(target, Mesh):
-      check_split(self.config, tensor_parallel(target))
+      self.config.check_split(tensor_parallel(target))
       target = tuple(
         axes_sharding(axes, param.shape, target)
         for axes, param in zip(self.param_axes, self.params)

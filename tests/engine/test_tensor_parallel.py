@@ -12,7 +12,6 @@ from virtual import tokens_of
 from pdjax.core.model_config import TINY
 from pdjax.engine.buckets import Buckets
 from pdjax.engine.build import build_executors
-from pdjax.models.model import check_split
 from pdjax.models.transformer import from_arrays, random_arrays
 from pdjax.scheduling.pages import PageConfig
 from pdjax.scheduling.policies import POLICIES
@@ -120,7 +119,7 @@ def test_what_cannot_be_split_is_refused_with_its_numbers():
     (dataclasses.replace(TINY, num_heads=12, num_kv_heads=6), 4, "num_kv_heads=6 can neither"),
   ):
     with pytest.raises(ValueError, match=message):
-      check_split(config, tp)
+      config.check_split(tp)
   small = dataclasses.replace(TINY, num_layers=1)
   with pytest.raises(ValueError, match="num_heads=8"):
     build(from_arrays(small, random_arrays(small, 0)), 3)
