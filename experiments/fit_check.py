@@ -101,6 +101,7 @@ def prepare() -> Question:
         f"has {per_row} pages of its own"
       )
     asked = FLAGS.num_rows
+  model.check_split(FLAGS.tp)
   missing = missing_packages(target)
   if missing:
     raise ImportError(
@@ -122,9 +123,9 @@ def prepare() -> Question:
   )
 
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA misses the GPU whenever it would ask it
-  from pdjax.engine.aot import abstract_model, make_target_mesh
+  from pdjax.engine.aot import make_target_mesh
 
-  abstract_model(model, make_target_mesh(target, FLAGS.tp), dtype=question.dtype)
+  make_target_mesh(target, question.tp)  # refuses more devices than there can be
   return question
 
 

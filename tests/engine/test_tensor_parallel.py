@@ -62,7 +62,10 @@ def alone(tiny):
   return tokens([executor], ["mixed"], ["sarathi"], TINY.vocab_size)
 
 
-@pytest.mark.parametrize(("tp", "layout"), [(2, "paged"), (4, "slots"), (8, "paged")])
+@pytest.mark.parametrize(
+  ("tp", "layout"),
+  [(4, "slots"), *(pytest.param(tp, "paged", marks=pytest.mark.slow) for tp in (2, 8))],
+)
 def test_tokens_and_logits_are_those_of_one_device(tiny, plain_logits, alone, tp, layout):
   """8 query heads on 2 kv heads: from 4 devices on, each kv head lies on several."""
   (executor,) = build(tiny, tp, layout=layout)
@@ -76,7 +79,10 @@ def test_tokens_and_logits_are_those_of_one_device(tiny, plain_logits, alone, tp
   assert executor._cache[0][0].size == PAGES.num_pages * PAGE_SIZE * max(2, tp) * TINY.head_dim
 
 
-@pytest.mark.parametrize(("source", "target"), [(1, 2), (4, 2), (2, 4)])
+@pytest.mark.parametrize(
+  ("source", "target"),
+  [(2, 4), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(1, 2), (4, 2)])],
+)
 def test_a_hand_off_between_pools_of_different_sizes_changes_no_token(tiny, alone, source, target):
   executors = build(tiny, source, target)
   roles, policies = ["prefill", "decode"], ["prefill_only", "decode_only"]

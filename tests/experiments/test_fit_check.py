@@ -178,6 +178,7 @@ CASES = {
   "model": (["--model=llama3-80b"], ["'llama3-80b'", "did you mean llama3-8b"]),
   "hardware": (["--model=tiny", "--hardware=h20"], ["'h20'", "did you mean h200"]),
   "tp of 0": (["--model=tiny", "--tp=0"], ["--tp=0 must be at least 1"]),
+  "heads": (["--model=tiny", "--tp=3"], ["num_heads=8 is no multiple of the 3 devices"]),
   "pages": (["--model=tiny", "--num_pages=-5"], ["--num_pages=-5 must be at least 1"]),
   "pages in slots": (
     ["--model=tiny", "--layout=slots", "--num_pages=5", "--max_len=64", "--num_rows=3"],
@@ -205,9 +206,9 @@ def check_refused(done: subprocess.CompletedProcess, parts: list[str]) -> None:
     assert part in line
 
 
-def test_heads_that_devices_do_not_divide_are_refused():
-  done = start("--model=tiny", "--hardware=cpu", "--tp=3")
-  check_refused(done, ["num_heads=8 is no multiple of the 3 devices"])
+def test_more_devices_than_there_are_are_refused():
+  model = "--model=opt-175b"  # 96 heads
+  check_refused(start(model, "--hardware=cpu", "--tp=96"), ["96 devices asked for"])
 
 
 @pytest.mark.quick

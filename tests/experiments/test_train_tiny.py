@@ -70,6 +70,7 @@ def straight(start, tmp_path_factory) -> pathlib.Path:
   return out
 
 
+@pytest.mark.slow
 def test_a_killed_and_an_interrupted_run_end_at_the_same_bytes(start, straight, tmp_path):
   process = start(*FLAGS, f"--out={tmp_path}")
   stop_after(process, tmp_path, 2, signal.SIGKILL)
