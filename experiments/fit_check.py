@@ -8,7 +8,8 @@ the device's memory, and the largest cache that does, checked by compiling with 
 it does not fit; 2: wrong input. GPUs and TPUs need their compilers, which the program names when
 they are missing; --hardware=cpu needs nothing.
 
-Expected: for a GPU one to three minutes for any model, at its full depth. TPU steps take minutes to
+Expected: for a GPU minutes, at the model's full depth (Llama-3-70B on 4 H200: 7 min beside other
+programs, 3 min of CPU time; 29 Nov 2026, jax 0.10.2). TPU steps take minutes to
 compile each, so two shallow models stand for the whole unless --full_depth is given.
 """
 
