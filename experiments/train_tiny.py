@@ -36,6 +36,8 @@ from orbax.checkpoint import v1 as ocp
 from experiments.figures.training import draw_losses
 from experiments.program import FLAGS, Progress, main, out_folder, whole_file
 from pdjax.core.model_config import TINY, ModelConfig
+from pdjax.models.checkpoints.checkpoint import to_stored
+from pdjax.models.checkpoints.hf import stored_name
 from pdjax.models.model import Params
 from pdjax.models.training import Schedule, make_optimizer, token_losses, train_step
 from pdjax.models.transformer import from_arrays, random_arrays
@@ -368,33 +370,6 @@ def _command(job: Job, **folder: pathlib.Path) -> str:
 
 # A folder as on Hugging Face.
 
-_HF_NAMES = {
-  "embedding": "model.embed_tokens.weight",
-  "final_norm.scale": "model.norm.weight",
-  "attention_norm.scale": "input_layernorm.weight",
-  "attention.q": "self_attn.q_proj.weight",
-  "attention.k": "self_attn.k_proj.weight",
-  "attention.v": "self_attn.v_proj.weight",
-  "attention.o": "self_attn.o_proj.weight",
-  "mlp_norm.scale": "post_attention_layernorm.weight",
-  "mlp.gate": "mlp.gate_proj.weight",
-  "mlp.up": "mlp.up_proj.weight",
-  "mlp.down": "mlp.down_proj.weight",
-}
-
-
-def hf_tensor(name: str, axes: str, array: np.ndarray) -> tuple[str, np.ndarray]:
-  """A parameter as a checkpoint of Hugging Face has it: matrices as [out, in]."""
-  if name.startswith("blocks."):
-    _, layer, name = name.split(".", 2)
-    hf_name = f"model.layers.{layer}.{_HF_NAMES[name]}"
-  else:
-    hf_name = _HF_NAMES[name]
-  if "->" in axes and name != "embedding":
-    num_in = len(axes.split("->")[0].split())
-    array = array.reshape(math.prod(array.shape[:num_in]), -1).T
-  return hf_name, np.ascontiguousarray(array)
-
 
 def hf_config(config: ModelConfig) -> dict[str, Any]:
   return {
@@ -436,7 +411,10 @@ def export(trainer: Trainer, job: Job) -> None:
     for params in (exact, rounded)
   )
   print(f"held-out loss {loss:.4f}, with weights rounded to float16 {rounded_loss:.4f}")
-  tensors = dict(map(hf_tensor, model.param_names, model.param_axes, rounded))
+  tensors = {
+    stored_name(name): to_stored(name, array)
+    for name, array in zip(model.param_names, rounded, strict=True)
+  }
   tokenizer_config = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "bos_token": None,

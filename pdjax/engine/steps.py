@@ -72,7 +72,7 @@ class Steps:
     traced.__name__ = name
     return jax.jit(traced, donate_argnames=donate)
 
-  # The three steps are one function of different inputs: with prefill tiles, decode rows, or both.
+  # The three steps are one function of different inputs: with prefill tiles, decode tiles, or both.
   # They return what they update, and what was sampled in the order of `StepInputs`.
 
   def _step(

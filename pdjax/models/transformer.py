@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pdjax.core.model_config import ModelConfig
+from pdjax.core.model_config import ModelConfig, RopeScaling
 from pdjax.models.attention import Attend, softmax_reduction
 from pdjax.models.kv_cache import Cache, LayerCache
 from pdjax.models.model import Model, Params, Target, place
@@ -81,15 +81,22 @@ class Norm(nnx.Module):
 def rope_frequencies(config: ModelConfig) -> jax.Array:  # [h / 2], radians a position
   h = config.head_dim
   frequencies = config.rope_theta ** (-jnp.arange(0, h, 2, dtype=jnp.float32) / h)
-  scaling = config.rope_scaling
-  if scaling is None:
+  if config.rope_scaling is None:
     return frequencies
+  return scale_frequencies(frequencies, config.rope_scaling)
+
+
+def scale_frequencies(
+  frequencies: jax.Array | np.ndarray,  # [h / 2]
+  scaling: RopeScaling,
+) -> jax.Array | np.ndarray:  # of the same kind
+  """RoPE frequencies for contexts longer than those of pre-training, as `RopeScaling` says."""
   slowed = frequencies / scaling.factor
   if scaling.kind == "linear":
     return slowed
   turns = frequencies * scaling.original_max_len / (2 * math.pi)  # over the trained context
   low, high = scaling.low_freq_factor, scaling.high_freq_factor
-  kept = jnp.clip((turns - low) / (high - low), 0, 1)  # 1 for fast pairs, 0 for slow ones
+  kept = ((turns - low) / (high - low)).clip(0, 1)  # 1 for fast pairs, 0 for slow ones
   return kept * frequencies + (1 - kept) * slowed
 
 
@@ -328,11 +335,12 @@ def from_tensors(
     ValueError: the names of all tensors that are missing, unknown or of another shape.
   """
   _, _, names, axes, shapes = _abstract(config)
-  axes_of, placed, seen = dict(zip(names, axes)), {}, {}
+  wanted, placed, seen = dict(zip(names, zip(axes, shapes))), {}, {}
   for name, array in tensors:
     seen[name] = array.shape
-    if name in axes_of and array.shape == shapes[names.index(name)]:
-      placed[name] = place(config, axes_of[name], array, dtype, target)
+    own_axes, shape = wanted.get(name, (None, None))
+    if array.shape == shape:
+      placed[name] = place(config, own_axes, array, dtype, target)
     del array  # before the next one is read
   check_shapes(config, seen)
   return build(config, tuple(placed[name] for name in names), dtype=dtype)

@@ -122,6 +122,18 @@ def from_stored(name: str, stored: np.ndarray, shape: tuple[int, ...]) -> np.nda
   return outer.transpose(*range(num_out, len(shape)), *range(num_out))
 
 
+def to_stored(name: str, array: np.ndarray) -> np.ndarray:
+  """The inverse of `from_stored`, as an array in C order."""
+  num_in = _num_in(name, array.shape)
+  order = (*range(num_in, array.ndim), *range(num_in))
+  return np.ascontiguousarray(array.transpose(order).reshape(stored_shape(name, array.shape)))
+
+
+def split_layer(name: str) -> tuple[str | None, str]:
+  """`blocks.7.mlp.up` -> ("7", "mlp.up"); a parameter of no block -> (None, its name)."""
+  return re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)", name).groups()
+
+
 def _num_in(name: str, shape: tuple[int, ...]) -> int:
   """How many axes of a matrix [in, out] are `in`; 0 for biases, scales and tables."""
   if len(shape) == 1 or name.endswith("_bias") or name in ("embedding", "position_embedding"):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import pathlib
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,10 +14,11 @@ from pdjax.models.checkpoints.checkpoint import (
   differences,
   from_stored,
   refuse_non_finite,
+  split_layer,
   stored_shape,
   streamed,
 )
-from pdjax.models.transformer import param_shapes
+from pdjax.models.transformer import param_shapes, scale_frequencies
 
 ARCHITECTURES = ("llama",)
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
@@ -122,11 +121,8 @@ def _config(path: pathlib.Path, reader, shapes: dict[str, tuple[int, ...]]) -> M
 def _llama3_scaling(factors: np.ndarray, theta: float, head_dim: int) -> RopeScaling:
   """The scaling whose divisors of frequencies are `factors`: those of Llama 3.1 and 3.2."""
   scaling = RopeScaling(kind="llama3", factor=float(factors.max()), **_LLAMA3_ROPE)
-  low, high = scaling.low_freq_factor, scaling.high_freq_factor
   frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
-  turns = frequencies * scaling.original_max_len / (2 * math.pi)
-  kept = np.clip((turns - low) / (high - low), 0, 1)
-  wanted = 1 / (kept + (1 - kept) / scaling.factor)
+  wanted = frequencies / scale_frequencies(frequencies, scaling)
   if factors.shape != wanted.shape or not np.allclose(factors, wanted, rtol=1e-4):
     raise ValueError(f"tensor {_ROPE_FACTORS}: not the RoPE scaling of Llama 3.1")
   return scaling
@@ -136,7 +132,7 @@ def _wanted(config: ModelConfig) -> dict[str, str]:
   """The tensors that a file must have -> the parameter that each becomes."""
   wanted = {}
   for name in param_shapes(config):
-    layer, kind = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)", name).groups()
+    layer, kind = split_layer(name)
     wanted[_NAMES[kind].format(layer)] = name
   return wanted
 

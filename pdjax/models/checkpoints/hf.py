@@ -24,6 +24,7 @@ from pdjax.models.checkpoints.checkpoint import (
   differences,
   from_stored,
   refuse_non_finite,
+  split_layer,
   stored_shape,
   streamed,
   without_layer,
@@ -240,19 +241,24 @@ def _entry(path: pathlib.Path, name: str, entry: object, data_start: int) -> _Te
 # What the model needs and what the files have.
 
 
+def stored_name(name: str, names: Mapping[str, str] = _GATED) -> str:
+  """What the parameter `name` is called in files whose names are `names`."""
+  layer, kind = split_layer(name)
+  if kind.endswith("bias"):  # "mlp.up_bias" or "final_norm.bias"
+    weight = kind.removesuffix("_bias") if kind.endswith("_bias") else kind[:-4] + "scale"
+    stored = names[weight].removesuffix("weight") + "bias"
+  else:
+    stored = names[kind]
+  return stored.format(layer)
+
+
 def _wanted(
   names: Mapping[str, str], found: Collection[str], config: ModelConfig
 ) -> dict[str, list[str]]:
   """The tensors that the files must have -> the parameters that each becomes."""
   wanted: dict[str, list[str]] = {}
   for name in param_shapes(config):
-    layer, kind = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)", name).groups()
-    if kind.endswith("bias"):  # "mlp.up_bias" or "final_norm.bias"
-      weight = kind.removesuffix("_bias") if kind.endswith("_bias") else kind[:-4] + "scale"
-      stored = names[weight].removesuffix("weight") + "bias"
-    else:
-      stored = names[kind]
-    wanted.setdefault(stored.format(layer), []).append(name)
+    wanted.setdefault(stored_name(name, names), []).append(name)
   prefix, _, embedding = names["embedding"].partition(".")
   if embedding in found:  # as saved from the model without its LM head
     wanted = {name.removeprefix(f"{prefix}."): parts for name, parts in wanted.items()}
