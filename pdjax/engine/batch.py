@@ -19,8 +19,8 @@ class StepInputs(NamedTuple):
   """All that a compiled step takes besides parameters and what it updates.
 
   The ids of decode tokens are on the device: the step fills them in from `last_token` of
-  `token_rows`. There are R samples: for each slice that emits a token, padded, then for each
-  decode row, padded.
+  `token_rows`. There are R samples: for each slice that emits a token, for each decode, then padding.
+  No row has two in a step, so a mixed step has room for one of every row.
   """
 
   batch: StepBatch
@@ -88,7 +88,7 @@ class RowState:
 
 
 def pick_prefill_bucket(plan: StepPlan, sizes: tuple[int, ...], num_rows: int) -> tuple[int, int]:
-  """The smallest size that holds the tokens of a plan, and how many first tokens it has room for.
+  """The smallest size that holds the prompt tokens of a plan, and its room for first tokens.
 
   The largest has room for those of every row, so that no step within its budget is without one.
 
@@ -110,16 +110,17 @@ def step_inputs(plan: StepPlan, buckets: Buckets, rows: RowState) -> StepInputs:
     rows.seat(s.row, s.request_id, s.num_prompt_tokens, s.sampling)
   num_decodes = len(plan.decodes)
   if not plan.prefills:
-    num_tokens = num_decode_rows = pick_bucket(buckets.rows, num_decodes)
-    num_emits = 0
+    num_tokens = num_samples = num_decode_rows = pick_bucket(buckets.rows, num_decodes)
+  elif num_decodes:
+    num_tokens = pick_bucket(buckets.mixed, plan.num_tokens)
+    num_samples = num_decode_rows = rows.num_rows
   else:
-    sizes = buckets.mixed if num_decodes else buckets.prefill
-    num_tokens, num_emits = pick_prefill_bucket(plan, sizes, rows.num_rows)
-    num_decode_rows = rows.num_rows if num_decodes else 0
+    num_tokens, num_samples = pick_prefill_bucket(plan, buckets.prefill, rows.num_rows)
+    num_decode_rows = 0
   tokens = np.zeros(num_tokens, np.int32)
   positions = np.full(num_tokens, -1, np.int32)
-  sample_places = np.zeros(num_emits + num_decode_rows, np.int32)
-  sample_rows = np.full(num_emits + num_decode_rows, rows.num_rows, np.int32)
+  sample_places = np.zeros(num_samples, np.int32)
+  sample_rows = np.full(num_samples, rows.num_rows, np.int32)
 
   at = emits = 0
   for s in plan.prefills:
@@ -132,7 +133,7 @@ def step_inputs(plan: StepPlan, buckets: Buckets, rows: RowState) -> StepInputs:
       emits += 1
     at = end
   positions[at : at + num_decodes] = plan.decodes.positions
-  decoding = slice(num_emits, num_emits + num_decodes)
+  decoding = slice(emits, emits + num_decodes)
   sample_places[decoding] = range(at, at + num_decodes)
   sample_rows[decoding] = plan.decodes.rows
 

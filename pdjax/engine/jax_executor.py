@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
 
@@ -40,6 +41,10 @@ class StepTicket:
 
   def is_ready(self) -> bool:
     return self._sampled.ids.is_ready()
+
+  def block(self) -> None:
+    with contextlib.suppress(Exception):  # `result` raises it
+      self._sampled.ids.block_until_ready()
 
   def result(self) -> StepResult:
     tokens = np.asarray(self._sampled.ids)[self._is_used].tolist()

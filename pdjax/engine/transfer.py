@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import jax
@@ -29,6 +30,13 @@ class TransferTicket:
       return False
     self._finish()
     return True
+
+  def block(self) -> None:
+    """Waits for the copy; inserts nothing, as another thread may call it."""
+    moved = self._moved
+    if moved is not None:
+      with contextlib.suppress(Exception):  # `result` raises it
+        moved.block_until_ready()
 
   def result(self) -> None:
     """Waits for the copy; raises why it failed, and then nothing was inserted."""

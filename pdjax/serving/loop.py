@@ -240,8 +240,10 @@ class _Loop:
       outcome = pool.scheduler.abort(plan, f"step failed: {error!r}")
     else:
       outcome = pool.scheduler.commit(plan, result, self.finish_reason)
-    self.log.append(_step_event(pool, plan, outcome, max(submit_s, pool.last_end_s), turn.now_s))
-    pool.last_end_s = turn.now_s
+    start_s = max(submit_s, pool.last_end_s)
+    end_s = min(max(start_s, self.clock.end_s(ticket)), turn.now_s)
+    self.log.append(_step_event(pool, plan, outcome, start_s, end_s))
+    pool.last_end_s = end_s
     for seq, token_id in outcome.emitted:
       turn.tokens.append((seq.request_id, token_id))
       turn.sequences[seq.request_id] = seq
@@ -250,7 +252,7 @@ class _Loop:
     for seq, reason in outcome.finished:
       turn.ended.append((seq.request_id, reason))
       self.log.append(
-        Finished(time_s=turn.now_s, request_id=seq.request_id, pool=pool.name, reason=reason)
+        Finished(time_s=end_s, request_id=seq.request_id, pool=pool.name, reason=reason)
       )
     if pool.role == "prefill":
       for seq, _ in outcome.emitted:

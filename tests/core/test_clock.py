@@ -1,7 +1,8 @@
-"""Stamps are ticks that add exactly; the virtual clock jumps, the wall clock polls."""
+"""Stamps are ticks that add exactly; the virtual clock jumps, the wall clock waits."""
 
 import itertools
-import math
+import threading
+import time
 from fractions import Fraction
 
 import pytest
@@ -47,7 +48,7 @@ def test_the_virtual_clock_jumps_to_the_earliest_ticket():
   late, early, same = (SimTicket(finish_s=s) for s in (3.0, 2.0, 2.0))
   assert clock.now_s() == 0.0
   assert clock.wait([late, early, same], None) == [early, same]
-  assert clock.now_s() == 2.0
+  assert clock.now_s() == clock.end_s(early) == 2.0
 
 
 def test_the_virtual_clock_stops_at_until_s_and_never_goes_back():
@@ -71,34 +72,62 @@ def test_the_virtual_clock_reads_ticks_only():
   assert clock.now_s() == to_ticks(0.1) != 0.1
 
 
-class CountingTicket:
-  """Ready at the n-th question."""
+class SlowTicket:
+  """Ends when it is told to."""
 
   finish_s = None
 
-  def __init__(self, num_questions):
-    self.num_left = num_questions
+  def __init__(self):
+    self._event = threading.Event()
+
+  def end_in(self, seconds):
+    threading.Timer(seconds, self._event.set).start()
+    return self
 
   def is_ready(self):
-    self.num_left -= 1
-    return self.num_left <= 0
+    return self._event.is_set()
+
+  def block(self):
+    self._event.wait()
 
   def result(self):
     return None
 
 
-def test_the_wall_clock_polls_until_a_ticket_is_ready():
+def test_the_wall_clock_wakes_when_a_ticket_ends():
   clock = WallClock()
-  never, soon = CountingTicket(math.inf), CountingTicket(5)
-  assert clock.wait([never, soon], None) == [soon]
+  late, soon = SlowTicket(), SlowTicket().end_in(0.05)
+  start_s = clock.now_s()
+  assert clock.wait([late, soon], None) == [soon]
+  assert 0.05 <= clock.now_s() - start_s < 5
+  late.end_in(0)
+  assert clock.wait([late], None) == [late]
+
+
+def test_a_ticket_keeps_the_time_at_which_it_ended():
+  """However late the loop looks: two steps that are noticed together have ends of their own."""
+  clock = WallClock()
+  first, second = SlowTicket().end_in(0.02), SlowTicket().end_in(0.3)
+  assert clock.wait([first, second], clock.now_s() + 0.001) == []
+  time.sleep(0.6)
+  assert clock.wait([first, second], None) == [first, second]
+  assert clock.end_s(first) < clock.end_s(second) < clock.now_s() - 0.1
+
+
+def test_a_ticket_that_had_ended_before_anyone_waited_ends_now():
+  clock, ticket = WallClock(), SlowTicket().end_in(0)
+  ticket.block()
+  assert clock.wait([ticket], None) == [ticket]
+  assert clock.end_s(ticket) <= clock.now_s()
 
 
 def test_the_wall_clock_gives_up_at_until_s():
-  clock = WallClock()
+  clock, ticket = WallClock(), SlowTicket()
   until_s = clock.now_s() + 0.02
-  assert clock.wait([CountingTicket(math.inf)], until_s) == []
+  assert clock.wait([ticket], until_s) == []
   assert clock.now_s() >= until_s
   assert clock.wait([], clock.now_s() - 1) == []
+  ticket.end_in(0)
 
 
 def test_with_nothing_to_wait_for_the_wall_clock_returns():
