@@ -13,7 +13,8 @@ class Slice:
 
   `token_ids` is None where the prompt is only a length. `emits_token`: the slice reaches the last
   known token, so a new one is sampled. The prompt has `num_prompt_tokens`: what a slice recomputes
-  beyond it, after a preemption, is output.
+  beyond it, after a preemption, is output. `cached_ids` are those before `start` that came from the
+  prefix cache, on the first slice of a row whose sampling looks back at them.
   """
 
   request_id: int
@@ -25,6 +26,7 @@ class Slice:
   token_ids: tuple[int, ...] | None
   emits_token: bool
   sampling: SamplingParams
+  cached_ids: tuple[int, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,9 +33,14 @@ class Sequence:
   row: int | None = None
   generation: int = 0  # raised when the row is lost: results of older generations are ignored
   num_preemptions: int = 0
+  last_step: int = -1  # of this pool: the last plan with a slice of it
+  page_keys: list[bytes] = dataclasses.field(default_factory=list)  # see scheduling/prefix.py
+  num_published_pages: int = 0  # of its row, that the prefix cache knows
+  max_cached_tokens: int = 0  # as the request's, kept for the hot path
 
   def __post_init__(self):
     self.num_prefill_tokens = self.request.num_prompt_tokens
+    self.max_cached_tokens = self.request.max_cached_tokens
 
   @property
   def request_id(self) -> int:
@@ -82,4 +87,5 @@ class Sequence:
     self.row = None
     self.generation += 1
     self.num_computed_tokens = self.num_scheduled_tokens = self.num_pending_tokens = 0
+    self.num_published_pages = 0
     self.num_prefill_tokens = self.num_tokens

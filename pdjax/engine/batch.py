@@ -19,8 +19,8 @@ class StepInputs(NamedTuple):
   """All that a compiled step takes besides parameters and what it updates.
 
   The ids of decode tokens are on the device: the step fills them in from `last_token` of
-  `token_rows`. There are R samples: for each slice that emits a token, for each decode, then padding.
-  No row has two in a step, so a mixed step has room for one of every row.
+  `token_rows`. There are R samples: for each slice that emits a token, for each decode, then
+  padding. No row has two in a step, so a mixed step has room for one of every row.
   """
 
   batch: StepBatch

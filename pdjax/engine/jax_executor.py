@@ -103,7 +103,8 @@ class JaxExecutor:
   def submit(self, plan: StepPlan, now_s: float) -> StepTicket:
     for s in plan.prefills:
       if s.sampling.repetition_penalty != 1:
-        self._add_seen(s.row, s.token_ids, anew=s.start == 0)
+        cached_ids = s.cached_ids or ()
+        self._add_seen(s.row, cached_ids + s.token_ids, anew=s.start == len(cached_ids))
     step, arguments = self._call(plan)
     self._cache, self._last_token, self._seen, sampled = step(*arguments)
     sample_rows = arguments[-1].sample_rows

@@ -13,13 +13,20 @@ import itertools
 from collections.abc import Callable, Iterable, ValuesView
 from typing import Protocol
 
+from pdjax.core.costs import StepCounts, count_slices
 from pdjax.core.plan import DecodeSlices, PageUpdates, Slice, StepPlan, StepResult, TokenLogprobs
 from pdjax.core.request import Request
 from pdjax.core.sequence import Sequence
 from pdjax.scheduling.pages import PageConfig, PagePool
+from pdjax.scheduling.prefix import extend_keys
 
 FinishReason = Callable[[Sequence], str | None]
 """Called once for every token that a sequence gets; says why it ends with that token, or None."""
+
+StepTime = Callable[[StepCounts], float]
+"""How long a step of these counts will take, in seconds."""
+
+RESERVATIONS = ("chunk", "prompt", "request", "max_len")
 
 
 class Policy(Protocol):
@@ -30,11 +37,24 @@ class Policy(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-  """The limits of a step.
+  """The limits of a step, and who gets memory.
 
   `chunk_prompts` False gives a prompt all its tokens in one step or none. `decodes` False is a pool
-  whose sequences leave with their first token: only prompts need room. `watermark` is the share
-  of the pages that admission leaves free for running sequences to grow into (not in an empty pool).
+  whose sequences leave with their first token: only prompts need room.
+
+  `reservation`: the pages that a sequence takes when it is admitted. `chunk`: of its first chunk,
+  then as it grows; `prompt`: of its whole prompt (Sarathi-Serve's own scheduler); `request`: of
+  prompt + max_tokens - 1, so that it is never preempted; `max_len`: of the longest sequence of a row
+  (Orca, FasterTransformer). `watermark` is the share of the pages that admission leaves free for
+  running sequences to grow into (not in an empty pool). A sequence preempted `max_preemptions` times
+  is admitted again only with all that it may need, and never preempted again.
+
+  Fairness: `look_ahead` sequences may be passed over that find no room at the head of the queue (0 is
+  strict FCFS); at most `max_partial_prefills` prompts are in progress at a time; prompts longer than
+  `long_prompt_tokens` together get at most `long_prompt_share` of a budget.
+
+  `prefix_cache` keeps the pages of common prefixes; `eviction` says which goes first when room is
+  needed: `lru`, `lfu`, or `length`.
 
   Raises:
     ValueError: a value outside its range, with the value.
@@ -43,13 +63,42 @@ class SchedulerConfig:
   token_budget: int
   chunk_prompts: bool = True
   decodes: bool = True
+  reservation: str = "prompt"
   watermark: float = 0.01
+  max_preemptions: int = 3
+  look_ahead: int = 0
+  max_partial_prefills: int | None = None
+  long_prompt_tokens: int | None = None
+  long_prompt_share: float = 1.0
+  prefix_cache: bool = False
+  eviction: str = "lru"
 
   def __post_init__(self):
-    if self.token_budget < 1:
-      raise ValueError(f"token_budget={self.token_budget} must be at least 1")
+    for name, lowest in (
+      ("token_budget", 1),
+      ("max_preemptions", 0),
+      ("look_ahead", 0),
+      ("max_partial_prefills", 1),
+      ("long_prompt_tokens", 1),
+    ):
+      value = getattr(self, name)
+      if value is not None and value < lowest:
+        raise ValueError(f"{name}={value} must be at least {lowest}")
+    if self.reservation not in RESERVATIONS:
+      raise ValueError(f"reservation={self.reservation!r} must be one of {', '.join(RESERVATIONS)}")
     if not 0 <= self.watermark < 1:
       raise ValueError(f"watermark={self.watermark} must be in [0, 1)")
+    if not 0 < self.long_prompt_share <= 1:
+      raise ValueError(f"long_prompt_share={self.long_prompt_share} must be in (0, 1]")
+    if not self.chunk_prompts and self.long_prompt_share < 1:
+      raise ValueError(
+        f"long_prompt_share={self.long_prompt_share} cuts long prompts, but chunk_prompts is off"
+      )
+
+  @property
+  def long_prompt_budget(self) -> int:
+    """Tokens of a step for prompts longer than `long_prompt_tokens`."""
+    return max(1, int(self.long_prompt_share * self.token_budget))
 
 
 @dataclasses.dataclass(slots=True)
@@ -76,28 +125,45 @@ class Scheduler:
   admitted after it that is not in the step yet. The oldest is never a victim, so something always
   advances.
 
+  `predict_step_s` is for policies that plan by time.
+
   Raises:
-    ValueError: a token budget that cannot hold one decode of every row.
+    ValueError: a token budget that cannot hold one decode of every row, or a prefix cache over rows
+      whose pages cannot be shared.
   """
 
-  def __init__(self, policy: Policy, pages: PageConfig, config: SchedulerConfig):
+  def __init__(
+    self,
+    policy: Policy,
+    pages: PageConfig,
+    config: SchedulerConfig,
+    predict_step_s: StepTime | None = None,
+  ):
     if config.token_budget < pages.num_rows:
       raise ValueError(
         f"token_budget={config.token_budget} cannot advance {pages.num_rows} running sequences; "
         f"raise it to at least num_rows={pages.num_rows} or lower num_rows"
       )
-    self.policy, self.pages, self.config = policy, PagePool(pages), config
+    if config.prefix_cache and pages.contiguous:
+      raise ValueError(
+        "prefix_cache shares pages between rows, and in the slots layout every row has its own; "
+        "use cache.layout=paged"
+      )
+    self.policy, self.config, self.predict_step_s = policy, config, predict_step_s
+    self.pages = PagePool(pages, eviction=config.eviction)
     self.watermark_pages = int(config.watermark * pages.num_pages)
     self.waiting: collections.OrderedDict[int, Sequence] = collections.OrderedDict()
     self.running: dict[int, Sequence] = {}  # holds a row; in the order of admission
+    self.prefilling: dict[int, Sequence] = {}  # running, with prompt left to plan; same order
+    self.decoding: dict[int, Sequence] = {}  # running, the rest; in the order of their first tokens
     self.leaving: dict[int, Sequence] = {}  # holds a row whose pages are being handed over
     self.prefill_tokens_left = 0  # over waiting and running, kept for routers
     self.output_tokens_left = 0
+    self.num_looked_up_tokens = self.num_hit_tokens = 0  # of the prefix cache, over all admissions
     self.unreported_preemptions: list[int] = []
     self.pages_owed: dict[int, int] = {}  # running request -> pages it could not get; see `_grow`
     self._next_step_id = 0
     self._in_flight: collections.deque[StepPlan] = collections.deque()
-    self._last_step_of_row: dict[int, int] = {}
     self._rows_to_release: dict[int, list[int]] = {}  # step id -> rows free when it ends
 
   # Requests in and out -------------------------------------------------------------------------
@@ -122,66 +188,77 @@ class Scheduler:
     self.waiting[seq.request_id] = seq
     self._count(seq, 1)
 
-  def reserve(self, num_tokens: int) -> int | None:
-    """Takes a row with pages for `num_tokens`, or returns None without changing anything."""
-    if not self.pages.num_free_rows or not self.pages.has_room(None, num_tokens):
+  def reserve(self, num_tokens: int, keys: tuple[bytes, ...] = ()) -> int | None:
+    """Takes a row with pages for `num_tokens`, or returns None without changing anything.
+
+    The row begins with the cached pages of `keys`.
+    """
+    if not self.pages.num_free_rows or not self.pages.has_room(None, num_tokens, keys=keys):
       return None
-    row = self.pages.take_row()
+    row = self.pages.take_row(keys)
     self.pages.grow(row, num_tokens)
     return row
 
+  def cached_keys(self, seq: Sequence) -> tuple[bytes, ...]:
+    """Keys of the pages that the prefix cache has for `seq`. Does not change the pool.
+
+    Never of all its tokens: the last one is computed anew, in a page of its own, as its logits are
+    wanted.
+    """
+    if not self.config.prefix_cache:
+      return ()
+    page_size = self.pages.config.page_size
+    extend_keys(seq, seq.num_tokens, page_size)
+    keys = seq.page_keys[: (seq.num_tokens - 1) // page_size]
+    return tuple(keys[: self.pages.match(keys)])
+
   def adopt(self, seq: Sequence, row: int) -> None:
     """Runs a sequence whose K and V are already in the reserved `row`."""
-    seq.row, seq.generation = row, seq.generation + 1
-    self.running[seq.request_id] = seq
+    seq.row, seq.generation, seq.last_step = row, seq.generation + 1, -1
+    seq.num_published_pages = 0
+    self.running[seq.request_id] = self.decoding[seq.request_id] = seq
     self._count(seq, 1)
+    self._publish(seq)
 
   def detach(self, seq: Sequence) -> None:
     """Stops planning a running sequence; it keeps its row until `drop`.
 
     What is in flight for it is forgotten: the next pool goes on from what was computed.
     """
-    del self.running[seq.request_id]
+    self._stop_running(seq.request_id)
     self.leaving[seq.request_id] = seq
-    self.pages_owed.pop(seq.request_id, None)
     self._count(seq, -1)
     seq.num_scheduled_tokens, seq.num_pending_tokens = seq.num_computed_tokens, 0
 
-  def give_back(self, row: int) -> None:
-    """Frees a row and its pages, at the end of the last plan in flight that touches it."""
-    last = self._last_step_of_row.pop(row, None)
-    if last is not None and self._in_flight and last >= self._in_flight[0].step_id:
-      self._rows_to_release.setdefault(last, []).append(row)
+  def give_back(self, row: int, last_step: int = -1) -> None:
+    """Frees a row and its pages, if `last_step` touches it and is in flight at the end of that."""
+    if self._in_flight and last_step >= self._in_flight[0].step_id:
+      self._rows_to_release.setdefault(last_step, []).append(row)
     else:
       self.pages.release(row)
 
   def drop(self, request_id: int) -> Sequence | None:
     """Forgets a sequence wherever it is here and frees what it holds; None if it is not here."""
-    if (seq := self.waiting.pop(request_id, None)) or (seq := self.running.pop(request_id, None)):
+    if (seq := self.waiting.pop(request_id, None)) or (seq := self._stop_running(request_id)):
       self._count(seq, -1)
     else:
       seq = self.leaving.pop(request_id, None)
-    self.pages_owed.pop(request_id, None)
     if seq is not None and seq.row is not None:
-      self.give_back(seq.row)
+      self.give_back(seq.row, seq.last_step)
       seq.row = None
     return seq
 
   # Steps ---------------------------------------------------------------------------------------
 
-  def next_step(self) -> StepPlan | None:
+  def next_step(self, now_s: float = 0.0) -> StepPlan | None:
     """Plans the next step, or returns None when nothing can be done now."""
-    step = StepBuilder(self, self._next_step_id)
+    step = StepBuilder(self, self._next_step_id, now_s)
     self.policy(step)
     plan = step.build()
     if plan is None:
       return None
     self._next_step_id += 1
     self._in_flight.append(plan)
-    for s in plan.prefills:
-      self._last_step_of_row[s.row] = plan.step_id
-    for row in plan.decodes.rows:
-      self._last_step_of_row[row] = plan.step_id
     return plan
 
   def commit(
@@ -197,6 +274,7 @@ class Scheduler:
         continue
       seq.num_computed_tokens += s.num_tokens
       self.prefill_tokens_left -= s.num_tokens
+      self._publish(seq)
       if s.emits_token:
         self._emit(seq, token, errors, finish_reason, outcome)
     for request_id, generation, token in zip(
@@ -205,6 +283,7 @@ class Scheduler:
       if (seq := self._owner(request_id, generation)) is None:
         continue
       seq.num_computed_tokens += 1
+      self._publish(seq)
       self._emit(seq, token, errors, finish_reason, outcome)
     self._release_rows(plan)
     return outcome
@@ -231,24 +310,54 @@ class Scheduler:
     held = {s.row for s in [*self.running.values(), *self.leaving.values()]}
     assert len(held) == len(self.running) + len(self.leaving), "two sequences share a row"
     assert self.pages_owed.keys() <= self.running.keys(), "pages are kept for one that is gone"
+    assert self.running.keys() == self.prefilling.keys() | self.decoding.keys()
+    assert all(not s.is_decoding for s in self.prefilling.values())
+    assert all(s.is_decoding for s in self.decoding.values())
 
   # Inside --------------------------------------------------------------------------------------
 
   def preempt(self, seq: Sequence) -> None:
     """Takes the row of a running sequence. The builder queues it again at the front."""
-    del self.running[seq.request_id]
-    self.pages_owed.pop(seq.request_id, None)
-    self.give_back(seq.row)
+    self._stop_running(seq.request_id)
+    self.give_back(seq.row, seq.last_step)
     self._count(seq, -1)
     seq.lose_row()
     seq.num_preemptions += 1
     self._count(seq, 1)
+
+  def tokens_to_reserve(self, seq: Sequence, num_first: int) -> int:
+    """Tokens that `seq` gets pages for when it is admitted with its first `num_first` of them."""
+    config = self.config
+    most = seq.max_cached_tokens if config.decodes else seq.num_tokens
+    if config.reservation == "max_len":
+      return self.pages.config.capacity_tokens
+    if config.reservation == "request" or seq.num_preemptions >= config.max_preemptions:
+      return most
+    return num_first if config.reservation == "chunk" else seq.num_tokens
 
   @property
   def num_pages_coming(self) -> int:
     """Pages that return to the pool when plans in flight end."""
     rows = [row for rows in self._rows_to_release.values() for row in rows]
     return sum(len(self.pages.table(row)) for row in rows)
+
+  def _stop_running(self, request_id: int) -> Sequence | None:
+    self.prefilling.pop(request_id, None)
+    self.decoding.pop(request_id, None)
+    self.pages_owed.pop(request_id, None)
+    return self.running.pop(request_id, None)
+
+  def _publish(self, seq: Sequence) -> None:
+    """Tells the prefix cache the pages that are complete by now."""
+    page_size = self.pages.config.page_size
+    num_pages = seq.num_computed_tokens // page_size
+    if not self.config.prefix_cache or num_pages <= seq.num_published_pages:
+      return
+    extend_keys(seq, num_pages * page_size, page_size)
+    for index, key in enumerate(seq.page_keys[:num_pages]):
+      if index >= seq.num_published_pages:
+        self.pages.publish(seq.row, index, key)
+    seq.num_published_pages = num_pages
 
   def _owner(self, request_id: int, generation: int) -> Sequence | None:
     seq = self.running.get(request_id)
@@ -309,18 +418,24 @@ def _prefill_left(seq: Sequence) -> int:
 
 
 class StepBuilder:
-  """What a policy writes a step with. Keeps every invariant: budget, rows, pages, one slice."""
+  """What a policy writes a step with. Keeps every invariant: budget, rows, pages, one slice.
 
-  def __init__(self, scheduler: Scheduler, step_id: int):
+  A policy may lower `tokens_left`, which is how it sets a smaller budget for this step.
+  `predict_step_s` is None where nobody knows how long steps take.
+  """
+
+  def __init__(self, scheduler: Scheduler, step_id: int, now_s: float):
     self._scheduler = scheduler
     self._step_id = step_id
-    self._taken: set[int] = set()  # in this step, or preempted by it
+    self.now_s = now_s
+    self.predict_step_s = scheduler.predict_step_s
     self._admitted: list[Sequence] = []
-    self._preempted: list[Sequence] = []
+    self._preempted: dict[int, Sequence] = {}
     self._prefills: list[Slice] = []
     self._decodes: tuple[list[int], ...] = ([], [], [], [])  # the columns of DecodeSlices
     self._page_updates: tuple[list[int], ...] = ([], [], [])  # the columns of PageUpdates
     self.tokens_left = scheduler.config.token_budget
+    self._long_tokens_left = scheduler.config.long_prompt_budget
 
   @property
   def waiting(self) -> ValuesView[Sequence]:
@@ -329,38 +444,110 @@ class StepBuilder:
 
   @property
   def decoding(self) -> list[Sequence]:
-    """Running sequences whose next token is a decode, oldest first."""
-    return [s for s in self._scheduler.running.values() if s.is_decoding]
+    """Running sequences whose next token is a decode, in the order of their first tokens."""
+    return list(self._scheduler.decoding.values())
 
   @property
   def prefilling(self) -> list[Sequence]:
-    """Running sequences with prompt left, oldest first."""
-    return [s for s in self._scheduler.running.values() if not s.is_decoding]
+    """Running sequences with prompt left, in the order of their admission."""
+    return list(self._scheduler.prefilling.values())
 
   @property
   def is_empty(self) -> bool:
     return not self._prefills and not self._decodes[0]
 
+  @property
+  def counts(self) -> StepCounts:
+    """What is in the step so far, as a latency model counts it."""
+    positions = self._decodes[-1]
+    return count_slices(
+      prefill_starts=[s.start for s in self._prefills],
+      prefill_tokens=[s.num_tokens for s in self._prefills],
+      decode_positions=positions,
+      num_emitted=sum(s.emits_token for s in self._prefills) + len(positions),
+    )
+
+  # What most policies are made of
+
+  def decode(self, *, preempt: bool = True) -> None:
+    """A token for every decoding sequence, in the order of their first tokens."""
+    held_tokens = self._scheduler.pages.held_tokens
+    request_ids, generations, rows, positions = self._decodes
+    left = self.tokens_left
+    # A loop of its own, as this runs for every token that is generated: a quarter of the time that
+    # `advance` takes.
+    for seq in self.decoding:
+      position, row = seq.num_scheduled_tokens, seq.row
+      if row is None or position >= seq.max_cached_tokens or seq.last_step == self._step_id:
+        continue  # preempted by one before it, or at its end, or in the step
+      if left <= 0:
+        break
+      if position >= held_tokens[row] and not self._grow(seq, position + 1, preempt):
+        continue
+      request_ids.append(seq.request_id)
+      generations.append(seq.generation)
+      rows.append(row)
+      positions.append(position)
+      seq.num_scheduled_tokens = position + 1
+      seq.num_pending_tokens += 1
+      seq.last_step = self._step_id
+      left -= 1
+    self.tokens_left = left
+
+  def prefill(self, max_tokens: int | None = None) -> None:
+    """Chunks of the prompts in progress, in the order of their admission."""
+    for seq in self.prefilling:
+      self.advance(seq, max_tokens, preempt=self._scheduler.config.reservation == "chunk")
+
+  def admit(
+    self, order: Iterable[Sequence] | None = None, *, max_tokens: int | None = None
+  ) -> None:
+    """Queued sequences, in order of arrival or in `order`, until one finds no room.
+
+    Looks past as many of those as `look_ahead` allows. Prompts that wait for their share of the
+    budget only (`long_prompt_share`) hold up nobody.
+    """
+    passed = 0
+    for seq in self.waiting if order is None else order:
+      if self.tokens_left <= 0:
+        break
+      if self.advance(seq, max_tokens) or (self._is_long(seq) and self._long_tokens_left <= 0):
+        continue
+      passed += 1
+      if passed > self._scheduler.config.look_ahead:
+        break
+
   def advance(self, seq: Sequence, max_tokens: int | None = None, *, preempt: bool = False) -> int:
     """Gives `seq` up to `max_tokens` of this step and returns how many it got.
 
-    Admits a waiting sequence if a row and the pages of its whole prompt are free. `preempt` lets a
-    running one take pages from newer ones.
+    Admits a waiting sequence if a row and the pages that `reservation` asks for are free. `preempt`
+    lets a running one take pages from newer ones.
     """
-    if seq.request_id in self._taken:
+    if seq.last_step == self._step_id or seq.request_id in self._preempted:
       return 0
-    wanted = seq.num_unscheduled_tokens
+    config = self._scheduler.config
+    keys = self._scheduler.cached_keys(seq) if seq.row is None else ()
+    num_cached = len(keys) * self._scheduler.pages.config.page_size
+    wanted = seq.num_unscheduled_tokens - num_cached
     num_tokens = min(wanted, self.tokens_left)
     if max_tokens is not None:
       num_tokens = min(num_tokens, max_tokens)
-    if num_tokens <= 0 or (num_tokens < wanted and not self._scheduler.config.chunk_prompts):
+    is_long = self._is_long(seq)
+    if is_long:
+      num_tokens = min(num_tokens, self._long_tokens_left)
+    if num_tokens <= 0 or (num_tokens < wanted and not config.chunk_prompts):
       return 0
     if seq.row is None:
-      if not self._admit(seq):
+      limit = config.max_partial_prefills
+      if num_tokens < wanted and limit is not None and len(self._scheduler.prefilling) >= limit:
+        return 0
+      if not self._admit(seq, num_tokens, keys):
         return 0
     elif not self._grow(seq, seq.num_scheduled_tokens + num_tokens, preempt):
       return 0
-    self._write(seq, num_tokens)
+    self._write(seq, num_tokens, num_cached)
+    if is_long:
+      self._long_tokens_left -= num_tokens
     return num_tokens
 
   def build(self) -> StepPlan | None:
@@ -368,7 +555,7 @@ class StepBuilder:
     s = self._scheduler
     for seq in self._admitted:
       del s.waiting[seq.request_id]
-    for seq in self._preempted:  # newest first, so the oldest ends up in front
+    for seq in self._preempted.values():  # newest first, so the oldest ends up in front
       s.waiting[seq.request_id] = seq
       s.waiting.move_to_end(seq.request_id, last=False)
       s.unreported_preemptions.append(seq.request_id)
@@ -387,14 +574,28 @@ class StepBuilder:
       preempted=preempted,
     )
 
-  def _admit(self, seq: Sequence) -> bool:
+  # Inside
+
+  def _is_long(self, seq: Sequence) -> bool:
+    longest = self._scheduler.config.long_prompt_tokens
+    return longest is not None and seq.request.num_prompt_tokens > longest and not seq.is_decoding
+
+  def _admit(self, seq: Sequence, num_tokens: int, keys: tuple[bytes, ...]) -> bool:
     s = self._scheduler
+    num_cached = len(keys) * s.pages.config.page_size
+    reserved = s.tokens_to_reserve(seq, num_cached + num_tokens)
     spare = (s.watermark_pages if s.running else 0) + sum(s.pages_owed.values())
-    if not s.pages.num_free_rows or not s.pages.has_room(None, seq.num_tokens, spare=spare):
+    if not s.pages.num_free_rows or not s.pages.has_room(None, reserved, spare=spare, keys=keys):
       return False
-    seq.row = s.pages.take_row()
-    self._record(seq.row, 0, s.pages.grow(seq.row, seq.num_tokens))
-    s.running[seq.request_id] = seq
+    seq.row = s.pages.take_row(keys)
+    s.pages.grow(seq.row, reserved)
+    self._record(seq.row, 0, s.pages.table(seq.row))
+    s.num_looked_up_tokens += seq.num_tokens
+    s.num_hit_tokens += num_cached
+    s.prefill_tokens_left -= num_cached
+    seq.num_computed_tokens = seq.num_scheduled_tokens = num_cached
+    seq.num_published_pages = len(keys)
+    s.running[seq.request_id] = s.prefilling[seq.request_id] = seq
     self._admitted.append(seq)
     return True
 
@@ -416,13 +617,13 @@ class StepBuilder:
     return True
 
   def _preempt_newest(self, keep: Sequence) -> bool:
-    for victim in reversed(self._scheduler.running.values()):
+    s = self._scheduler
+    for victim in reversed(s.running.values()):
       if victim is keep:
         return False  # never an older one: two could take each other's pages for ever
-      if victim.request_id not in self._taken:
-        self._scheduler.preempt(victim)
-        self._taken.add(victim.request_id)
-        self._preempted.append(victim)
+      if victim.last_step != self._step_id and victim.num_preemptions < s.config.max_preemptions:
+        s.preempt(victim)
+        self._preempted[victim.request_id] = victim
         return True
     return False
 
@@ -433,7 +634,7 @@ class StepBuilder:
       indices.append(index)
       pages.append(page)
 
-  def _write(self, seq: Sequence, num_tokens: int) -> None:
+  def _write(self, seq: Sequence, num_tokens: int, num_cached: int) -> None:
     start, end = seq.num_scheduled_tokens, seq.num_scheduled_tokens + num_tokens
     emits_token = end == seq.num_tokens
     if seq.is_decoding:
@@ -443,6 +644,9 @@ class StepBuilder:
       rows.append(seq.row)
       positions.append(start)
     else:
+      s = self._scheduler
+      sampling = seq.request.sampling
+      looks_back = num_cached > 0 and sampling.repetition_penalty != 1
       self._prefills.append(
         Slice(
           request_id=seq.request_id,
@@ -453,10 +657,13 @@ class StepBuilder:
           num_tokens=num_tokens,
           token_ids=seq.known_ids(start, end),
           emits_token=emits_token,
-          sampling=seq.request.sampling,
+          sampling=sampling,
+          cached_ids=seq.known_ids(0, num_cached) if looks_back else None,
         )
       )
+      if end >= seq.num_prefill_tokens:
+        s.decoding[seq.request_id] = s.prefilling.pop(seq.request_id)
     seq.num_scheduled_tokens = end
     seq.num_pending_tokens += emits_token
-    self._taken.add(seq.request_id)
+    seq.last_step = self._step_id
     self.tokens_left -= num_tokens

@@ -210,7 +210,7 @@ class _Loop:
   def _submit(self) -> None:
     for pool in self.cluster.pools:
       while len(pool.in_flight) < self.steps_in_flight:
-        plan = pool.scheduler.next_step()
+        plan = pool.scheduler.next_step(self.clock.now_s())
         if plan is None:
           break
         now_s = self.clock.now_s()

@@ -83,10 +83,10 @@ class Watch:
     self.device_table[row] = dict(enumerate(page_ids))
     return self._import(handle, row=row, page_ids=page_ids, now_s=now_s)
 
-  def next_step(self):
+  def next_step(self, now_s):
     running = list(self.scheduler.running.values())
     decoding = [s for s in running if s.is_decoding and s.num_unscheduled_tokens]
-    plan = self._next_step()
+    plan = self._next_step(now_s)
     if self.policy_name == "sarathi":
       self._check_no_stall(decoding, plan)
     if running:
