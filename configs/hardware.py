@@ -30,7 +30,7 @@ from __future__ import annotations
 import re
 
 from pdjax.core.names import pick
-from pdjax.sim.hardware import Device, Fit, Link, parse_link
+from pdjax.sim.hardware import PCIE_4, Device, Fit, Link, parse_link
 
 _A100_FIT = Fit(
   gemm_compute=0.720,
@@ -86,7 +86,7 @@ LINKS: dict[str, Link] = {
     Link(name="nvlink", latency_s=10e-6, bytes_per_s=300e9),  # A100, third generation
     Link(name="nvlink4", latency_s=10e-6, bytes_per_s=450e9),  # H100, H200
     Link(name="hdr200", latency_s=10e-6, bytes_per_s=25e9),
-    Link(name="pcie4", latency_s=10e-6, bytes_per_s=32e9),
+    PCIE_4,
     Link(name="100gbe", latency_s=50e-6, bytes_per_s=12.5e9),
     Link(name="25gbe", latency_s=50e-6, bytes_per_s=3.125e9),  # DistServe's between nodes
     Link(name="10gbe", latency_s=50e-6, bytes_per_s=1.25e9),

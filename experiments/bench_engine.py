@@ -35,7 +35,7 @@ from pdjax.core.plan import StepPlan, StepResult
 from pdjax.core.request import Request, SamplingParams
 from pdjax.metrics.latency import percentile, request_records
 from pdjax.scheduling.pages import PageConfig
-from pdjax.scheduling.policies import POLICIES
+from pdjax.scheduling.policies import make_policy
 from pdjax.scheduling.probe import probe_plan
 from pdjax.scheduling.scheduler import Scheduler, SchedulerConfig
 from pdjax.serving.cluster import Cluster, Pool
@@ -45,6 +45,7 @@ from pdjax.serving.loop import Inbox, serve
 PREFILL_TOKENS = 512
 DECODE_CONTEXT = 256
 HOST_ROWS = 64
+IDLE_ROWS = 32
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +218,7 @@ class _Done:
 
 def make_pool(executor: Executor, pages: PageConfig, token_budget: int) -> Pool:
   limits = SchedulerConfig(token_budget=token_budget)
-  return Pool("mixed0", "mixed", Scheduler(POLICIES["sarathi"], pages, limits), executor)
+  return Pool("mixed0", "mixed", Scheduler(make_policy("sarathi"), pages, limits), executor)
 
 
 def host_s_per_step(vocab_size: int) -> float:
@@ -252,6 +253,47 @@ def host_s_per_step(vocab_size: int) -> float:
     return statistics.median(b - a for a, b in itertools.pairwise(ends))
 
   return statistics.median(run() for _ in range(3))
+
+
+def decode_gaps(steps_in_flight: int) -> tuple[float, float, list[tuple[int, ...]]]:
+  """The tiny model with 32 rows decoding: idle share of the device, seconds a step, and the tokens.
+
+  Idle is from the end of a decode step to when the device could begin the next one.
+  """
+  from pdjax.engine.build import build_executors, default_buckets, warm_up
+  from pdjax.engine.mesh import ensure_devices
+  from pdjax.models.checkpoints.checkpoint import open_checkpoint
+  from pdjax.sources import resolve
+
+  devices = ensure_devices(1)
+  model = open_checkpoint(str(resolve("tiny", show=lambda _: None))).load(target=devices[0])
+  pages = PageConfig(
+    num_rows=IDLE_ROWS, page_size=16, pages_per_row=16, num_pages=16 * IDLE_ROWS, contiguous=True
+  )
+  buckets = default_buckets(pages, whole_budget=256, chunk_budget=256)
+  (executor,) = build_executors(model, pages, buckets, [devices], layout="slots")
+  for _ in warm_up([executor], [{"mixed"}]):
+    pass
+  requests = [
+    Request(
+      request_id=i,
+      arrival_s=0.0,
+      num_prompt_tokens=16,
+      prompt_ids=tuple(range(i, i + 16)),
+      sampling=SamplingParams(max_tokens=200),
+    )
+    for i in range(IDLE_ROWS)
+  ]
+  log = EventLog()
+  cluster = Cluster([make_pool(executor, pages, 256)])
+  for _ in serve(cluster, Inbox(requests), WallClock(), log, steps_in_flight=steps_in_flight):
+    pass
+  steps = [e for e in log if isinstance(e, Step) and len(e.decode_ids) == IDLE_ROWS]
+  span_s = steps[-1].end_s - steps[0].end_s
+  idle_s = sum(b.start_s - a.end_s for a, b in itertools.pairwise(steps))
+  records = request_records(log)
+  tokens = [records[i].token_ids for i in range(IDLE_ROWS)]
+  return idle_s / span_s, span_s / (len(steps) - 1), tokens
 
 
 def serve_requests(
@@ -375,6 +417,17 @@ def run(bench: Bench) -> int:
       "own_matmuls_share": own_s / decode_s,
     }
   result["host_s_per_step"] = host_s_per_step(config.vocab_size)
+  progress.update("measuring the gaps between decode steps")
+  alone_share, alone_s, one = decode_gaps(1)
+  share, planned_s, two = decode_gaps(2)
+  result["decode_gaps"] = {
+    "rows": IDLE_ROWS,
+    "idle_share": share,
+    "step_s": planned_s,
+    "idle_share_one_in_flight": alone_share,
+    "step_s_one_in_flight": alone_s,
+    "tokens_equal": one == two,
+  }
 
   log = serve_requests(executor, pages, bench.token_budget, bench.requests, progress.update)
   records = request_records(log)
@@ -426,7 +479,7 @@ def run(bench: Bench) -> int:
 
 
 def table(result: dict) -> str:
-  prefill, work = result["prefill"], result["workload"]
+  prefill, work, gaps = result["prefill"], result["workload"], result["decode_gaps"]
   lines = [
     f"{result['model']} in float32, {result['machine']}, load {result['load_average']:.1f}, "
     f"{result['date']}",
@@ -444,6 +497,10 @@ def table(result: dict) -> str:
     )
   lines += [
     f"host per step, {HOST_ROWS} rows  {result['host_s_per_step'] * 1e3:7.3f} ms",
+    f"tiny, {IDLE_ROWS} rows, two steps in flight: idle {gaps['idle_share']:.1%}, "
+    f"{gaps['step_s'] * 1e3:.2f} ms a step; one: {gaps['idle_share_one_in_flight']:.1%}, "
+    f"{gaps['step_s_one_in_flight'] * 1e3:.2f} ms; tokens "
+    f"{'equal' if gaps['tokens_equal'] else 'DIFFER'}",
     "",
     f"{work['requests']} requests, {work['prompt_tokens']} prompt + {work['output_tokens']} output "
     f"tokens, arrivals {work['arrivals']}, budget {work['token_budget']}, {work['num_rows']} rows",

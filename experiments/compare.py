@@ -22,6 +22,7 @@ from experiments.program import (
   config_from_flags,
   define_flags,
   main,
+  named_workload,
   out_folder,
 )
 from experiments.serving import (
@@ -57,6 +58,9 @@ def check_with_twin(config: ExperimentConfig, program: str) -> tuple[Checked, Ch
       strategies=config.strategies,
       num_devices=config.num_devices // config.tp,
     )
+    if FLAGS.workload is not None:
+      workload = named_workload(simulated.workload, FLAGS.workload)
+      simulated = dataclasses.replace(simulated, workload=workload)
     twin = check(simulated, out)
   return check(config, out), twin
 

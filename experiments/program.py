@@ -15,7 +15,9 @@ from typing import TypeVar
 
 from absl import app, flags, logging
 
-from pdjax.config import ExperimentConfig, load_config, override
+from configs.workloads import WORKLOADS
+from pdjax.config import ExperimentConfig, WorkloadConfig, load_config, override
+from pdjax.core.names import pick
 from pdjax.sources import SourceError
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -30,7 +32,15 @@ def define_flags(default_config: str) -> None:
   flags.DEFINE_string("out", None, "folder for results; default: runs/PROGRAM-TIME")
   flags.DEFINE_string("model", None, "a name, the path of a checkpoint, or a Hugging Face repo id")
   flags.DEFINE_string("hardware", None, "device to simulate, by name")
-  flags.DEFINE_string("trace", None, "CSV with arrival_s,prompt_tokens,output_tokens")
+  flags.DEFINE_string(
+    "workload", None, f"lengths and arrivals of one of {', '.join(WORKLOADS)}; all are synthetic"
+  )
+  flags.DEFINE_string(
+    "trace",
+    None,
+    "a recorded workload, plain or .gz: CSV with arrival_s,prompt_tokens,output_tokens, or the "
+    "files of Azure, Mooncake, Vidur and Sarathi as published",
+  )
   flags.DEFINE_string("backend", None, "jax: serve here; sim: simulate")
   flags.DEFINE_bool("check_weights", None, "refuse weights that are NaN or infinite")
 
@@ -42,9 +52,30 @@ def config_from_flags(**changes) -> ExperimentConfig:
     if getattr(FLAGS, name) is not None:
       changes[name] = getattr(FLAGS, name)
   if FLAGS.trace is not None:
+    if FLAGS.workload is not None:
+      raise ValueError(f"--trace={FLAGS.trace} and --workload={FLAGS.workload}: give one of them")
     changes["workload"] = dataclasses.replace(config.workload, trace=FLAGS.trace)
+  if FLAGS.workload is not None:
+    changes["workload"] = named_workload(config.workload, FLAGS.workload)
   config = dataclasses.replace(config, **{k: v for k, v in changes.items() if v is not None})
   return override(config, FLAGS.set)
+
+
+def named_workload(workload: WorkloadConfig, name: str) -> WorkloadConfig:
+  """A copy that asks like the workload called `name`, at the same load.
+
+  Raises:
+    ValueError: no such workload.
+  """
+  named = pick(WORKLOADS, name, "workload")
+  return dataclasses.replace(
+    workload,
+    lengths=named.lengths,
+    label=named.label,
+    arrivals=named.arrivals,
+    cv=named.cv,
+    trace=None,
+  )
 
 
 def out_folder(program: str) -> pathlib.Path:

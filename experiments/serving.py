@@ -9,13 +9,14 @@ import pathlib
 import platform
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from configs.hardware import HARDWARE, link
 from experiments.program import Progress, whole_file
+from experiments.traffic import Traffic, read_traffic
 from experiments.worlds import World, make_world
 from pdjax.analysis.capacity import capacity_rps, derive_slo
 from pdjax.analysis.verdict import StrategyRun, analyse, interference_line, verdict
@@ -33,7 +34,7 @@ from pdjax.serving.loop import Inbox, serve
 from pdjax.workloads import make_requests
 from pdjax.workloads.arrivals import ARRIVALS, Recorded
 from pdjax.workloads.prompts import corpus_source
-from pdjax.workloads.traces import TraceRow, read_trace
+from pdjax.workloads.traces import TraceRow
 
 TIE_MARGIN = 1e-3  # logits: float32 sums in another order may differ by so much
 MOST_STEPS_SHOWN = 1000  # in the picture of a timeline; more are a smear
@@ -50,6 +51,7 @@ class Experiment:
   capacity_rps: float
   requests: tuple[Request, ...]
   runs: dict[str, StrategyRun]
+  workload_label: str | None = None
   was_interrupted: bool = False
 
 
@@ -63,7 +65,7 @@ class Checked:
   config: ExperimentConfig
   out: pathlib.Path
   world: World
-  trace: list[TraceRow] | None
+  traffic: Traffic
 
 
 def check(config: ExperimentConfig, out: pathlib.Path) -> Checked:
@@ -76,17 +78,9 @@ def check(config: ExperimentConfig, out: pathlib.Path) -> Checked:
   # Also where the backend does not ask for them: a name that is wrong should not pass unseen.
   pick(HARDWARE, config.hardware, "hardware")
   link(config.link)
-  trace = None if workload.trace is None else read_trace(workload.trace)
-  if trace is None:
-    pick(ARRIVALS, workload.arrivals, "arrivals")
-    if workload.arrivals == "trace":
-      raise ValueError("workload.arrivals=trace needs --trace=FILE")
-    longest = workload.lengths.longest
-  else:
-    trace = trace[: workload.num_requests]
-    longest = _longest_of(trace)
-  sample = _sample(config, trace)
-  prompts, outputs = zip(*sample)
+  traffic = read_traffic(workload)
+  longest, trace = traffic.longest, traffic.trace
+  prompts, outputs = zip(*traffic.sample(workload.seed))
   # Over its life a decode sees its prompt and on average half of its output.
   context = round(statistics.fmean(prompts) + statistics.fmean(outputs) / 2)
   world = make_world(config, longest, context)
@@ -97,7 +91,7 @@ def check(config: ExperimentConfig, out: pathlib.Path) -> Checked:
       cluster = make_cluster(specs, config.scheduler, world.pages, lambda devices: _Nowhere())
     except ValueError as error:
       raise ValueError(f"strategy {strategy} cannot run: {error}") from error
-    for row in trace or [TraceRow(0.0, *longest, line=0)]:
+    for row in trace.rows if trace else [TraceRow(0.0, *longest, line=0)]:
       request = Request(
         request_id=0,
         arrival_s=0.0,
@@ -113,25 +107,11 @@ def check(config: ExperimentConfig, out: pathlib.Path) -> Checked:
           f"scheduler.prefill_budget where the config sets it"
         )
   world.load()
-  return Checked(config=config, out=out, world=world, trace=trace)
-
-
-def _sample(config: ExperimentConfig, trace: list[TraceRow] | None) -> list[tuple[int, int]]:
-  """Lengths that stand for the workload: many draws, not only those that will be served."""
-  if trace is not None:
-    return [row.lengths for row in trace]
-  return config.workload.lengths.pairs(1000, np.random.default_rng(config.workload.seed))
+  return Checked(config=config, out=out, world=world, traffic=traffic)
 
 
 class _Nowhere:
   vocab_size = None
-
-
-def _longest_of(trace: Sequence[TraceRow]) -> tuple[int, int]:
-  """The row that needs the largest cache. The longest prompt of all must fit beside one token."""
-  prompt, output = max((r.lengths for r in trace), key=sum)
-  longest_prompt = max(r.prompt_tokens for r in trace)
-  return max((prompt, output), (longest_prompt, prompt + output - longest_prompt))
 
 
 # The run ------------------------------------------------------------------------------------------
@@ -142,12 +122,11 @@ def run_experiment(checked: Checked, progress: Progress) -> Experiment:
 
   Ctrl-C once the first strategy serves ends the experiment with what there is.
   """
-  config, world, trace = checked.config, checked.world, checked.trace
+  config, world, traffic = checked.config, checked.world, checked.traffic
   world.prepare(progress.update)
   workload, pages = config.workload, world.pages
   rng = np.random.default_rng(workload.seed)
-  longest_prompt = (_longest_of(trace) if trace else workload.lengths.longest)[0]
-  sample = _sample(config, trace)
+  sample = traffic.sample(workload.seed)
   # No more rows are busy than have pages: each holds its prompt and half of its output on average.
   footprint = statistics.fmean(prompt + output / 2 for prompt, output in sample)
   fitting = int(pages.num_pages * pages.page_size / footprint)
@@ -157,21 +136,22 @@ def run_experiment(checked: Checked, progress: Progress) -> Experiment:
     num_pools=config.num_devices // config.tp,
     num_rows=max(1, min(pages.num_rows, fitting)),
   )
-  if trace is not None:
-    lengths = sample
-    arrivals = Recorded(arrivals_s=tuple(row.arrival_s for row in trace))
+  blocks = None
+  if traffic.lengths is None:
+    lengths, blocks = sample, traffic.trace.blocks
+    arrivals = Recorded(arrivals_s=tuple(row.arrival_s for row in traffic.trace.rows))
     rate_rps = None
   else:
     rate_rps = workload.rate_rps or workload.load * capacity
     num_requests = workload.num_requests or max(1, round(rate_rps * workload.duration_s))
-    lengths = workload.lengths.pairs(num_requests, rng)
+    lengths = traffic.lengths.pairs(num_requests, rng)
     family = ARRIVALS[workload.arrivals]
     knobs = {"rate_rps": rate_rps, "cv": workload.cv}
     arrivals = family(**{f.name: knobs[f.name] for f in dataclasses.fields(family)})
   derived = derive_slo(
     world.alone,
     num_rows=pages.num_rows,
-    longest_prompt=longest_prompt,
+    longest_prompt=traffic.longest[0],
     ttft_multiple=config.slo.ttft_multiple,
     tpot_multiple=config.slo.tpot_multiple,
   )
@@ -179,8 +159,9 @@ def run_experiment(checked: Checked, progress: Progress) -> Experiment:
   requests = make_requests(
     arrivals.times_s(len(lengths), rng),
     lengths,
-    world.prompts(lengths, workload.seed, chat=workload.chat),
+    world.prompts(lengths, workload.seed, chat=workload.chat, blocks=blocks),
     config.sampling.params(),
+    blocks,
   )
   experiment = Experiment(
     config=config,
@@ -188,8 +169,9 @@ def run_experiment(checked: Checked, progress: Progress) -> Experiment:
     slo=slo,
     rate_rps=rate_rps,
     capacity_rps=capacity,
-    requests=requests,
+    requests=[dataclasses.replace(request, slo=slo) for request in requests],
     runs={},
+    workload_label=traffic.label,
   )
   progress.done(
     f"{world.label}: {len(requests)} requests, "
@@ -213,7 +195,7 @@ def run_experiment(checked: Checked, progress: Progress) -> Experiment:
 def _serve(experiment: Experiment, strategy: str, log: EventLog, progress: Progress) -> None:
   world, config = experiment.world, experiment.config
   specs = STRATEGIES[strategy](config.num_devices, config.tp)
-  cluster = make_cluster(specs, config.scheduler, world.pages, world.executor)
+  cluster = make_cluster(specs, config.scheduler, world.pages, world.executor, world.predict_step_s)
   num_ended = num_tokens = 0
   clock = world.clock()
   now_s = 0.0
@@ -366,9 +348,11 @@ def report(experiment: Experiment) -> tuple[str, dict[str, Any]]:
   words = verdict(
     runs, slo, decode_step_s, list(world.caveats), num_requests=len(experiment.requests)
   )
+  label = experiment.workload_label
   text = "\n".join(
     [
       f"\n== {world.label} ==",
+      *([f"Workload: {label}"] if label else []),
       f"{len(experiment.requests)} requests; asked {asked}, achieved "
       + (f"{achieved:.3g}/s" if achieved else "n/a")
       + f"; capacity {experiment.capacity_rps:.3g}/s; SLOs: TTFT {_ms(slo.ttft_s)}, "
@@ -385,6 +369,7 @@ def report(experiment: Experiment) -> tuple[str, dict[str, Any]]:
   data = {
     "strategies": {name: run.summary for name, run in runs.items()},
     "label": world.label,
+    "workload": label,
     "backend": experiment.config.backend,
     "config": to_plain(experiment.config),
     "slo": to_plain(slo),

@@ -15,6 +15,7 @@ from configs.models import MODELS
 from pdjax.analysis.capacity import StepTimes, measure
 from pdjax.config import STRATEGIES, ExperimentConfig, PoolSpec, device_groups
 from pdjax.core.clock import Clock, VirtualClock, WallClock
+from pdjax.core.costs import StepCounts
 from pdjax.core.model_config import ModelConfig
 from pdjax.core.names import pick
 from pdjax.core.plan import StepPlan
@@ -26,6 +27,7 @@ from pdjax.sim.hardware import Device
 from pdjax.sim.roofline import Roofline, num_pages
 from pdjax.sim.sim_executor import SimExecutor
 from pdjax.sources import WHEEL_FILES, resolve
+from pdjax.workloads.traces import Blocks
 
 ENGINE_MODELS = ("tiny", *WHEEL_FILES)
 
@@ -51,11 +53,19 @@ class World(Protocol):
     """Compiles and measures."""
     ...
 
-  def prompts(self, lengths, seed: int, *, chat: bool) -> list[tuple[int, ...]] | None: ...
+  def prompts(
+    self, lengths, seed: int, *, chat: bool, blocks: Blocks | None
+  ) -> list[tuple[int, ...]] | None:
+    """What the requests say; None where words make no difference."""
+    ...
 
   def executor(self, devices: tuple[int, ...]) -> Executor: ...
 
   def clock(self) -> Clock: ...
+
+  def predict_step_s(self, counts: StepCounts) -> float:
+    """How long a step of these counts takes, for policies that plan by time."""
+    ...
 
   def top2_margin(self, token_ids: Sequence[int]) -> float | None: ...
 
@@ -112,7 +122,7 @@ class SimWorld:
       context=self._context,
     )
 
-  def prompts(self, lengths, seed: int, *, chat: bool) -> None:
+  def prompts(self, lengths, seed: int, *, chat: bool, blocks: Blocks | None) -> None:
     return None
 
   def executor(self, devices: tuple[int, ...]) -> SimExecutor:
@@ -124,6 +134,9 @@ class SimWorld:
 
   def clock(self) -> VirtualClock:
     return VirtualClock()
+
+  def predict_step_s(self, counts: StepCounts) -> float:
+    return self._latency.terms_of(counts).total_s
 
   def top2_margin(self, token_ids: Sequence[int]) -> None:
     return None
@@ -185,7 +198,9 @@ class JaxWorld:
     }
     for number, line in enumerate(warm_up(executors, list(roles.values())), 1):
       show(f"warm-up, shape {number}: {line}")
-    where = dict(longest_prompt=self._longest[0], context=self._context, repeats=3)
+    # No longer than what a step here can take: beyond it the slope of the chunks goes on.
+    longest_prompt = min(self._longest[0], whole_budget)
+    where = dict(longest_prompt=longest_prompt, context=self._context, repeats=3)
     show("timing steps, one pool at a time")
     self.alone = measure(self.pages, lambda plan: _time(self._able[plan.kind][:1], plan), **where)
     show("timing steps, all pools together")
@@ -196,9 +211,13 @@ class JaxWorld:
     gc.collect()
     gc.freeze()
 
-  def prompts(self, lengths, seed: int, *, chat: bool) -> list[tuple[int, ...]]:
-    from pdjax.workloads.prompts import text_prompts
+  def prompts(
+    self, lengths, seed: int, *, chat: bool, blocks: Blocks | None
+  ) -> list[tuple[int, ...]]:
+    from pdjax.workloads.prompts import block_prompts, text_prompts
 
+    if blocks is not None:
+      return block_prompts(self._tokenizer, lengths, blocks, seed)
     return text_prompts(self._tokenizer, lengths, seed, chat=chat)
 
   def executor(self, devices: tuple[int, ...]) -> Executor:
@@ -207,6 +226,12 @@ class JaxWorld:
 
   def clock(self) -> WallClock:
     return WallClock()
+
+  def predict_step_s(self, counts: StepCounts) -> float:
+    """What the halves took apart: a mixed step is faster, so what is planned by this is on time."""
+    prefill_s = self.together.prefill_s(counts.num_prefill_tokens)
+    decode_s = self.together.decode_s(counts.num_decodes)
+    return prefill_s * (counts.num_prefill_tokens > 0) + decode_s * (counts.num_decodes > 0)
 
   def top2_margin(self, token_ids: Sequence[int]) -> float:
     return next(iter(self._executors.values())).top2_margin(token_ids)

@@ -9,13 +9,15 @@ import math
 import pathlib
 import traceback
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from pdjax.core.names import pick
 from pdjax.core.plain import from_plain, to_plain
 from pdjax.core.request import SamplingParams
-from pdjax.workloads.lengths import Fixed, LogNormal, Mix, Uniform
+from pdjax.scheduling.policies import POLICIES, make_policy
+from pdjax.scheduling.scheduler import SchedulerConfig
+from pdjax.workloads.lengths import Fixed, LogNormal, Mix, Quantiles, Uniform
 
 
 def _check_positive(part: str, config: Any, *names: str) -> None:
@@ -37,48 +39,100 @@ class WorkloadConfig:
   """Who asks, when, and how much.
 
   `rate_rps` None is `load` times the capacity that the step times promise. `num_requests` None is
-  as many as arrive in `duration_s`. A `trace` (CSV) replaces arrivals and lengths.
+  as many as arrive in `duration_s`. `label` is printed: where `lengths` come from. `length_scale`
+  divides the lengths, for a small model.
+
+  A `trace` (a file of any kind in `pdjax.workloads.traces`) replaces `lengths`, and the arrivals if
+  it has some: all of them, or `num_requests`, or those before `trace_limit_s`; `trace_speed` times
+  as fast; each moved back by up to `trace_spread_s`, where the file has ticks of so much.
   """
 
   arrivals: str = "poisson"
   rate_rps: float | None = None
   load: float = 0.7
   cv: float = 2.0  # of the gaps, for arrivals="gamma"
-  lengths: Mix | LogNormal | Uniform | Fixed
+  lengths: Mix | LogNormal | Uniform | Fixed | Quantiles
+  label: str | None = None
+  length_scale: int = 1
   num_requests: int | None = None
   duration_s: float = 40.0
   trace: str | None = None
+  trace_limit_s: float | None = None
+  trace_speed: float = 1.0
+  trace_spread_s: float | None = None
   seed: int = 0
-  chat: bool = True  # put prompts into the model's chat template
+  chat: bool = True  # put prompts into the model's chat template; not those of a trace with blocks
 
   def __post_init__(self):
     _check_positive("workload", self, "rate_rps", "load", "cv", "duration_s")
+    _check_positive("workload", self, "trace_limit_s", "trace_speed", "trace_spread_s")
     if self.rate_rps is not None and self.rate_rps < 1e-6:
       raise ValueError(f"workload.rate_rps={self.rate_rps} is less than a request in 11 days")
-    _check_at_least_1("workload", self, "num_requests")
+    _check_at_least_1("workload", self, "num_requests", "length_scale")
     if self.seed < 0:
       raise ValueError(f"workload.seed={self.seed} must be 0 or more")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOptions:
-  """Limits of a step. `token_budget` is that of `chunked`; the other strategies take whole prompts,
-  so theirs is `prefill_budget`, None for the longest request. `policy` replaces that of the mixed
-  pools, to try a new one.
+  """Limits of a step, who gets memory, and options of policies.
+
+  `policy` replaces that of mixed pools, to try a new one. `policy_options` are written
+  "policy.option=value"; those of a policy that no pool runs change nothing.
+
+  `token_budget` is that of policies that cut prompts; the others take whole prompts, and theirs is
+  `prefill_budget`, None for the longest request. The rest is as `SchedulerConfig` says:
+  `reservation` None is the policy's own, and `long_prompt_share` is of policies that cut prompts.
   """
 
   policy: str | None = None
+  policy_options: tuple[str, ...] = ()
   token_budget: int = 128
   prefill_budget: int | None = None
+  reservation: str | None = None
   watermark: float = 0.01
+  max_preemptions: int = 3
+  look_ahead: int = 0
+  max_partial_prefills: int | None = None
+  long_prompt_tokens: int | None = None
+  long_prompt_share: float = 1.0
+  prefix_cache: bool = False
+  eviction: str = "lru"
   steps_in_flight: int = 1
 
   def __post_init__(self):
-    _check_at_least_1("scheduler", self, "token_budget", "prefill_budget")
-    if not 0 <= self.watermark < 1:
-      raise ValueError(f"scheduler.watermark={self.watermark} must be in [0, 1)")
+    _check_at_least_1("scheduler", self, "prefill_budget")
     if self.steps_in_flight not in (1, 2):
       raise ValueError(f"scheduler.steps_in_flight={self.steps_in_flight} must be 1 or 2")
+    try:
+      self.limits(token_budget=self.token_budget, chunk_prompts=True)
+    except ValueError as error:
+      raise ValueError(f"scheduler.{error}") from error
+    for text in self.policy_options:
+      name, dot, _ = text.partition("=")[0].partition(".")
+      if not dot or "=" not in text:
+        raise ValueError(f"scheduler.policy_options: {text!r} is not policy.option=value")
+      try:
+        make_policy(name, self.options_of(name))
+      except ValueError as error:
+        raise ValueError(f"scheduler.policy_options: {text!r}: {error}") from error
+
+  def options_of(self, policy: str) -> dict[str, Any]:
+    """What `policy_options` says about `policy`."""
+    options = {}
+    for text in self.policy_options:
+      path, _, value = text.partition("=")
+      name, _, option = path.strip().partition(".")
+      if name == policy:
+        options[option] = _literal(value.strip())
+    return options
+
+  def limits(self, **changes: Any) -> SchedulerConfig:
+    """The scheduler's limits as these options say, but for `changes`."""
+    own = {field.name for field in dataclasses.fields(self)}
+    names = [f.name for f in dataclasses.fields(SchedulerConfig) if f.name in own]
+    values = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+    return SchedulerConfig(**values | changes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,16 +226,16 @@ class ExperimentConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSpec:
-  """One pool of a strategy: its devices, by index, and what it does.
-
-  `takes_whole_prompts`: its budget is `prefill_budget`, no chunks.
-  """
+  """One pool of a strategy: its devices, by index, and what it does."""
 
   name: str
   role: str
   policy: str
-  takes_whole_prompts: bool
   devices: tuple[int, ...]
+
+
+Strategy = Callable[..., tuple[PoolSpec, ...]]
+"""The pools of `num_devices` in groups of `tp`."""
 
 
 def device_groups(num_devices: int, tp: int) -> list[tuple[int, ...]]:
@@ -201,31 +255,19 @@ def device_groups(num_devices: int, tp: int) -> list[tuple[int, ...]]:
   return [tuple(range(start, start + tp)) for start in range(0, num_devices, tp)]
 
 
-def _pools(
-  groups: Iterable[tuple[int, ...]], role: str, policy: str, *, takes_whole_prompts: bool
-) -> tuple[PoolSpec, ...]:
+def _pools(groups: Iterable[tuple[int, ...]], role: str, policy: str) -> tuple[PoolSpec, ...]:
   return tuple(
-    PoolSpec(
-      name=f"{role}{i}",
-      role=role,
-      policy=policy,
-      takes_whole_prompts=takes_whole_prompts,
-      devices=devices,
-    )
+    PoolSpec(name=f"{role}{i}", role=role, policy=policy, devices=devices)
     for i, devices in enumerate(groups)
   )
 
 
-def _continuous(num_devices: int, tp: int = 1) -> tuple[PoolSpec, ...]:
-  """Continuous batching as vLLM first had it: mixed pools alone, whole prompts first."""
-  groups = device_groups(num_devices, tp)
-  return _pools(groups, "mixed", "prefill_first", takes_whole_prompts=True)
+def _mixed(policy: str) -> Strategy:
+  def pools(num_devices: int, tp: int = 1) -> tuple[PoolSpec, ...]:
+    return _pools(device_groups(num_devices, tp), "mixed", policy)
 
-
-def _chunked(num_devices: int, tp: int = 1) -> tuple[PoolSpec, ...]:
-  """Chunked prefill (Sarathi-Serve): mixed pools alone, chunks beside the decodes."""
-  groups = device_groups(num_devices, tp)
-  return _pools(groups, "mixed", "sarathi", takes_whole_prompts=False)
+  pools.__doc__ = f"Mixed pools alone, under {policy}."
+  return pools
 
 
 def _disaggregated(num_devices: int, tp: int = 1) -> tuple[PoolSpec, ...]:
@@ -238,16 +280,17 @@ def _disaggregated(num_devices: int, tp: int = 1) -> tuple[PoolSpec, ...]:
       f"disaggregated needs at least {2 * tp} devices{each}, not num_devices={num_devices}"
     )
   return (
-    *_pools(groups[:half], "prefill", "prefill_only", takes_whole_prompts=True),
-    *_pools(groups[half:], "decode", "decode_only", takes_whole_prompts=False),
+    *_pools(groups[:half], "prefill", "prefill_only"),
+    *_pools(groups[half:], "decode", "decode_only"),
   )
 
 
-# Strategy name -> the pools it makes of `num_devices` in groups of `tp`. A new one is a line here.
-STRATEGIES = {
-  "continuous": _continuous,
-  "chunked": _chunked,
+# A new one is a line here; a policy that serves whole requests is one by itself.
+STRATEGIES: dict[str, Strategy] = {
+  "continuous": _mixed("prefill_first"),  # continuous batching as vLLM first had it
+  "chunked": _mixed("sarathi"),  # chunked prefill
   "disaggregated": _disaggregated,
+  **{name: _mixed(name) for name, spec in POLICIES.items() if not spec.half},
 }
 
 
@@ -319,18 +362,23 @@ def _parse(hint: Any, text: str, path: str) -> Any:
   is_tuple = typing.get_origin(hint) is tuple
   if is_tuple and not text.startswith(("(", "[")):
     text = f"({text},)" if text else "()"
-  candidates = [text]
-  try:
-    candidates.insert(0, ast.literal_eval(text))
-  except (ValueError, SyntaxError):
-    if is_tuple:  # names without quotes: a,b
-      candidates.insert(0, [part.strip() for part in text.strip("()[],").split(",")])
+  candidates = [_literal(text), text]
+  if is_tuple and candidates[0] is text:  # names without quotes: a,b
+    candidates.insert(0, [part.strip() for part in text.strip("()[],").split(",")])
   for candidate in candidates:
     try:
       return from_plain(hint, candidate)
     except (TypeError, AttributeError):
       continue
   raise ValueError(f"--set {path}={text}: not a value of type {_type_name(hint)}")
+
+
+def _literal(text: str) -> Any:
+  """The Python value that `text` is, or `text` itself."""
+  try:
+    return ast.literal_eval(text)
+  except (ValueError, SyntaxError):
+    return text
 
 
 def _type_name(hint: Any) -> str:

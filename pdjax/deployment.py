@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from pdjax.config import CacheConfig, PoolSpec, SchedulerOptions
 from pdjax.core.names import pick
 from pdjax.scheduling.pages import PageConfig
-from pdjax.scheduling.policies import HALF, POLICIES, UNMIXED
-from pdjax.scheduling.scheduler import Scheduler, SchedulerConfig
+from pdjax.scheduling.policies import POLICIES, make_policy
+from pdjax.scheduling.scheduler import Scheduler, SchedulerConfig, StepTime
 from pdjax.serving.cluster import Cluster, Pool
 from pdjax.serving.executor import Executor
 
@@ -46,16 +46,20 @@ def make_cluster(
   options: SchedulerOptions,
   pages: PageConfig,
   executor: Callable[[tuple[int, ...]], Executor],
+  predict_step_s: StepTime | None = None,
 ) -> Cluster:
   """The pools of a strategy, empty. `executor` gives that of a group of devices.
+
+  `predict_step_s` tells policies that plan by time how long a step of any pool takes.
 
   Raises:
     ValueError: limits that cannot serve, or a policy that does not exist or does not fit.
   """
   pools = []
   for spec in specs:
-    policy = pick(POLICIES, policy_name(spec, options), "policy")
-    scheduler = Scheduler(policy, pages, limits(spec, options, pages))
+    name = policy_name(spec, options)
+    policy = make_policy(name, options.options_of(name))
+    scheduler = Scheduler(policy, pages, limits(spec, options, pages), predict_step_s)
     pools.append(Pool(spec.name, spec.role, scheduler, executor(spec.devices)))
   return Cluster(pools)
 
@@ -64,27 +68,30 @@ def policy_name(spec: PoolSpec, options: SchedulerOptions) -> str:
   """The policy of a pool.
 
   Raises:
-    ValueError: `options.policy` names one that cannot serve a mixed pool.
+    ValueError: `options.policy` does not exist, or cannot serve a mixed pool.
   """
   if spec.role != "mixed" or options.policy is None:
     return spec.policy
-  if options.policy in HALF:
+  if pick(POLICIES, options.policy, "policy").half:
+    whole = [name for name, policy in POLICIES.items() if not policy.half]
     raise ValueError(
       f"scheduler.policy={options.policy} serves only half of a request, and mixed pools "
-      f"have nobody to hand it to; try {', '.join(sorted(POLICIES.keys() - HALF))}"
+      f"have nobody to hand it to; try {', '.join(whole)}"
     )
   return options.policy
 
 
 def limits(spec: PoolSpec, options: SchedulerOptions, pages: PageConfig) -> SchedulerConfig:
   """The limits of a pool's steps: the scheduler keeps them, the engine compiles shapes for them."""
-  whole = options.prefill_budget or max(pages.capacity_tokens, pages.num_rows)
-  return SchedulerConfig(
-    token_budget=whole if spec.takes_whole_prompts else options.token_budget,
-    chunk_prompts=not spec.takes_whole_prompts,
-    decodes=spec.role != "prefill",
-    watermark=options.watermark,
-  )
+  policy = POLICIES[policy_name(spec, options)]
+  reservation = options.reservation or policy.reservation
+  changes = dict(decodes=spec.role != "prefill", reservation=reservation)
+  if not policy.chunks:
+    # Beside decodes of all rows there is still room for the longest prompt.
+    beside = pages.num_rows if policy.mixes else 0
+    whole = options.prefill_budget or max(pages.capacity_tokens + beside, pages.num_rows)
+    changes |= dict(token_budget=whole, chunk_prompts=False, long_prompt_share=1.0)
+  return options.limits(**changes)
 
 
 def largest_budgets(
@@ -94,7 +101,7 @@ def largest_budgets(
   budgets, mixing = [], [pages.num_rows]
   for spec in specs:
     budgets.append(limits(spec, options, pages).token_budget)
-    if policy_name(spec, options) not in UNMIXED:
+    if POLICIES[policy_name(spec, options)].mixes:
       mixing.append(budgets[-1])
   return max(budgets), max(mixing)
 

@@ -10,6 +10,15 @@ import pytest
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+  parser.addoption(
+    "--operations",
+    type=int,
+    default=20_000,
+    help="random operations on a served cluster (tests/serving/test_life_cycle.py)",
+  )
+
+
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> pathlib.Path:
   """The GGUF file of SmolLM2-135M-Instruct, fetched once into the user's cache."""

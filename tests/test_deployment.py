@@ -5,8 +5,15 @@ import dataclasses
 import pytest
 
 from pdjax.config import STRATEGIES, CacheConfig, SchedulerOptions
-from pdjax.deployment import largest_budgets, make_cluster, make_pages, policy_name, roles_of
-from pdjax.scheduling.policies import UNMIXED
+from pdjax.deployment import (
+  largest_budgets,
+  limits,
+  make_cluster,
+  make_pages,
+  policy_name,
+  roles_of,
+)
+from pdjax.scheduling.policies import POLICIES
 
 pytestmark = pytest.mark.quick
 
@@ -47,8 +54,11 @@ def test_every_pool_runs_on_its_own_devices(strategy, tp):
   ]
   for pool, spec in zip(cluster.pools, specs, strict=True):
     config = pool.scheduler.config
-    assert config.chunk_prompts is not spec.takes_whole_prompts
-    assert config.token_budget == (64 if spec.takes_whole_prompts else 8)
+    needs = POLICIES[spec.policy]
+    whole_budget = 64 + 4 * needs.mixes  # the longest prompt beside a decode of every row
+    assert config.chunk_prompts == needs.chunks
+    assert config.token_budget == (8 if needs.chunks else whole_budget)
+    assert config.reservation == needs.reservation
     assert config.decodes == (spec.role != "prefill")
 
 
@@ -61,7 +71,7 @@ def test_a_policy_replaces_that_of_mixed_pools_alone():
     policy_name(chunked[0], SchedulerOptions(policy="decode_only"))
 
 
-@pytest.mark.parametrize("policy", [None, "sarathi", "prefill_first"])
+@pytest.mark.parametrize("policy", [None, "sarathi", "prefill_first", "orca"])
 @pytest.mark.parametrize("num_rows", [2, 16, 256])
 def test_the_compiled_shapes_hold_the_budget_of_every_pool(policy, num_rows):
   """Whatever the rows and the policy: no plan that a scheduler may make is without a shape."""
@@ -69,11 +79,10 @@ def test_the_compiled_shapes_hold_the_budget_of_every_pool(policy, num_rows):
   pages = make_pages(CacheConfig(num_rows=num_rows), 44)
   specs = [spec for strategy in STRATEGIES.values() for spec in strategy(2)]
   whole, mixed = largest_budgets(specs, options, pages)
-  for strategy in STRATEGIES.values():
-    for pool in make_cluster(strategy(2), options, pages, Executor).pools:
-      budget = pool.scheduler.config.token_budget
-      assert budget <= whole
-      assert budget <= mixed or pool.scheduler.policy.__name__ in UNMIXED
+  for spec in specs:
+    budget = limits(spec, options, pages).token_budget
+    assert budget <= whole
+    assert budget <= mixed or not POLICIES[policy_name(spec, options)].mixes
 
 
 def test_a_group_of_devices_has_the_roles_of_all_strategies():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
+from typing import Any
 
 from pdjax.config import STRATEGIES
 from pdjax.core import checksum
@@ -10,7 +12,7 @@ from pdjax.core.clock import VirtualClock, to_ticks
 from pdjax.core.events import EventLog
 from pdjax.core.request import Request, SamplingParams
 from pdjax.scheduling.pages import PageConfig
-from pdjax.scheduling.policies import POLICIES
+from pdjax.scheduling.policies import POLICIES, make_policy
 from pdjax.scheduling.scheduler import Scheduler, SchedulerConfig
 from pdjax.serving.cluster import Cluster, Pool
 from pdjax.serving.loop import Inbox, serve
@@ -57,6 +59,7 @@ def make_pool(
   watermark: float = 0.01,
   step_s=step_s,
   link: Link = Link(name="test", latency_s=1e-3, bytes_per_s=1e6),  # noqa: B008 (frozen)
+  limits: Mapping[str, Any] | None = None,
   **executor,
 ) -> Pool:
   if contiguous:
@@ -73,8 +76,9 @@ def make_pool(
     chunk_prompts=chunk_prompts,
     decodes=role != "prefill",
     watermark=watermark,
+    **(limits or {}),
   )
-  policy = POLICIES[policy] if isinstance(policy, str) else policy
+  policy = make_policy(policy) if isinstance(policy, str) else policy
   return Pool(
     name,
     role,
@@ -89,15 +93,15 @@ def make_cluster(strategy: str, *, budget: int = 16, **options) -> Cluster:
   """The pools of a strategy on two devices. Whole prompts get a budget that holds any sequence."""
   pools = []
   for spec in STRATEGIES[strategy](2):
-    whole = spec.takes_whole_prompts
+    needs = POLICIES[spec.policy]
     pools.append(
       make_pool(
         spec.name,
         role=spec.role,
         policy=spec.policy,
-        budget=200 if whole else budget,
-        chunk_prompts=not whole,
-        **options,
+        budget=budget if needs.chunks else 200,
+        chunk_prompts=needs.chunks,
+        **{"limits": {"reservation": needs.reservation}} | options,
       )
     )
   return Cluster(pools)
@@ -108,8 +112,7 @@ def run(cluster: Cluster, requests, *, clock=None, each_turn=None, **options) ->
   log = EventLog()
   inbox = requests if isinstance(requests, Inbox) else Inbox(requests)
   for turn in serve(cluster, inbox, clock or VirtualClock(), log, **options):
-    for pool in cluster.pools:
-      pool.scheduler.check()
+    cluster.check()
     if each_turn is not None:
       each_turn(turn)
   for pool in cluster.pools:

@@ -44,6 +44,10 @@ class Ticket(Protocol):
 class Clock(Protocol):
   def now_s(self) -> float: ...
 
+  def wake(self) -> None:
+    """Lets a `wait` in progress, or else the next one, return at once. From any thread."""
+    ...
+
   def wait(self, tickets: Collection[Ticket], until_s: float | None) -> list[Ticket]:
     """Returns the tickets that ended, at the latest at `until_s` (then perhaps none).
 
@@ -64,6 +68,9 @@ class VirtualClock:
 
   def now_s(self) -> float:
     return self._now_s
+
+  def wake(self) -> None:
+    """Nothing: no wait takes any time."""
 
   def wait(self, tickets: Collection[Ticket], until_s: float | None) -> list[Ticket]:
     due_s = min((ticket.finish_s for ticket in tickets), default=math.inf)
@@ -87,28 +94,33 @@ class WallClock:
 
   def __init__(self):
     self._start_s = time.perf_counter()
-    self._ended = threading.Event()
+    self._event = threading.Event()  # a ticket ended, or `wake` was called
+    self._is_woken = False
     self._watchers = concurrent.futures.ThreadPoolExecutor(256, "ticket")  # made as needed
     self._end_s: weakref.WeakKeyDictionary[Ticket, float | None] = weakref.WeakKeyDictionary()
 
   def now_s(self) -> float:
     return to_ticks(time.perf_counter() - self._start_s)
 
+  def wake(self) -> None:
+    self._is_woken = True
+    self._event.set()
+
   def wait(self, tickets: Collection[Ticket], until_s: float | None) -> list[Ticket]:
     if not tickets and until_s is None:
-      time.sleep(self._IDLE_S)
-      return []
+      until_s = self.now_s() + self._IDLE_S
     while True:
-      self._ended.clear()
+      self._event.clear()  # before the looks: what comes after them sets it again
       ready = [ticket for ticket in tickets if ticket.is_ready()]
       left_s = None if until_s is None else until_s - self.now_s()
-      if ready or (left_s is not None and left_s <= 0):
+      if ready or self._is_woken or (left_s is not None and left_s <= 0):
+        self._is_woken = False
         return ready
       for ticket in tickets:
         if ticket not in self._end_s:
           self._end_s[ticket] = None
           self._watchers.submit(self._watch, ticket)
-      self._ended.wait(left_s)
+      self._event.wait(left_s)
 
   def end_s(self, ticket: Ticket) -> float:
     end_s = self._end_s.get(ticket)  # none yet where it was seen ready before its thread woke
@@ -117,4 +129,4 @@ class WallClock:
   def _watch(self, ticket: Ticket) -> None:
     ticket.block()
     self._end_s[ticket] = self.now_s()
-    self._ended.set()
+    self._event.set()

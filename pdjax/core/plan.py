@@ -55,14 +55,30 @@ class PageUpdates:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Swap:
+  """K and V of the first `num_tokens` of a sequence, between `page_ids` and the host's memory."""
+
+  request_id: int
+  num_tokens: int
+  page_ids: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-  """One step: prefill slices, decode slices, and what changed in the page tables before it."""
+  """One step: prefill slices, decode slices, and what changed in the page tables before it.
+
+  Also before it, pages of `swap_outs` are copied to the host's memory, then those of `swap_ins`
+  back from there, which ends their copy; copies of requests in `swap_drops` are forgotten.
+  """
 
   step_id: int
   prefills: tuple[Slice, ...] = ()
   decodes: DecodeSlices = DecodeSlices()
   page_updates: PageUpdates = PageUpdates()
   preempted: tuple[int, ...] = ()  # request ids that lost their row to make room
+  swap_outs: tuple[Swap, ...] = ()
+  swap_ins: tuple[Swap, ...] = ()
+  swap_drops: tuple[int, ...] = ()
 
   @property
   def num_prefill_tokens(self) -> int:
@@ -71,6 +87,11 @@ class StepPlan:
   @property
   def num_tokens(self) -> int:
     return self.num_prefill_tokens + len(self.decodes)
+
+  @property
+  def num_swapped_tokens(self) -> int:
+    """Tokens whose K and V cross between the device and the host."""
+    return sum(swap.num_tokens for swap in self.swap_outs + self.swap_ins)
 
   @property
   def kind(self) -> str:

@@ -76,14 +76,40 @@ class SamplingParams:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+  """A promise: a time to the first token and a time per token after it.
+
+  `name` is of the class of requests that share it, if they have one.
+
+  Raises:
+    ValueError: a target that is not positive.
+  """
+
+  ttft_s: float
+  tpot_s: float
+  name: str | None = None
+
+  def __post_init__(self):
+    if not (self.ttft_s > 0 and self.tpot_s > 0):
+      raise ValueError(f"SLO ttft_s={self.ttft_s}, tpot_s={self.tpot_s}: both must be positive")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
   """One prompt with its arrival.
 
   `prompt_ids` None is a request of which only the length is known: enough for a simulation.
-  `arrival_s` counts from the start of the run.
+  `arrival_s` counts from the start of the run. A request that has not ended `timeout_s` after its
+  arrival fails, wherever it is; None waits for ever. `slo` is what it was promised, for policies
+  that know of promises.
+
+  `prefix_hashes` tells a prefix cache what `prompt_ids` would: one id for each
+  `prefix_block_tokens` tokens of the prompt, the last block perhaps cut short. Equal ids stand for
+  equal tokens, in whichever request. Both are None where nothing is known of it.
 
   Raises:
-    ValueError: an empty prompt, or `prompt_ids` of another length than `num_prompt_tokens`.
+    ValueError: an empty prompt, or `prompt_ids` or `prefix_hashes` of another length than
+      `num_prompt_tokens`.
   """
 
   request_id: int
@@ -91,6 +117,10 @@ class Request:
   num_prompt_tokens: int
   sampling: SamplingParams
   prompt_ids: tuple[int, ...] | None = None
+  slo: Slo | None = None
+  timeout_s: float | None = None
+  prefix_hashes: tuple[int, ...] | None = None
+  prefix_block_tokens: int | None = None
 
   def __post_init__(self):
     if self.num_prompt_tokens < 1:
@@ -102,8 +132,28 @@ class Request:
         f"request {self.request_id}: {len(self.prompt_ids)} prompt_ids but "
         f"num_prompt_tokens={self.num_prompt_tokens}"
       )
+    if (self.prefix_hashes is None) != (self.prefix_block_tokens is None):
+      raise ValueError(
+        f"request {self.request_id}: prefix_hashes={self.prefix_hashes} goes with "
+        f"prefix_block_tokens={self.prefix_block_tokens}: both or neither"
+      )
+    if self.prefix_hashes is not None:
+      if self.prefix_block_tokens < 1:
+        raise ValueError(
+          f"request {self.request_id}: prefix_block_tokens={self.prefix_block_tokens} must be at "
+          f"least 1"
+        )
+      num_blocks = -(-self.num_prompt_tokens // self.prefix_block_tokens)
+      if len(self.prefix_hashes) != num_blocks:
+        raise ValueError(
+          f"request {self.request_id}: {len(self.prefix_hashes)} prefix_hashes, but "
+          f"num_prompt_tokens={self.num_prompt_tokens} are {num_blocks} blocks of "
+          f"{self.prefix_block_tokens}"
+        )
     if not self.arrival_s >= 0:
       raise ValueError(f"request {self.request_id}: arrival_s={self.arrival_s} must be 0 or later")
+    if self.timeout_s is not None and not self.timeout_s > 0:
+      raise ValueError(f"request {self.request_id}: timeout_s={self.timeout_s} must be positive")
 
   @property
   def max_cached_tokens(self) -> int:

@@ -3,9 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 
 from pdjax.core.plan import TokenLogprobs
 from pdjax.core.request import Request
+
+
+class State(enum.Enum):
+  """Where a request is. Says nothing of its tokens: prompt or output, it runs."""
+
+  QUEUED = "queued"  # since its arrival
+  RUNNING = "running"  # holds a row that steps are planned for
+  PREEMPTED = "preempted"  # queued again: what was computed is lost
+  READY = "ready"  # prefilled; keeps its row and waits in the outbox
+  MOVING = "moving"  # its pages are being copied; holds rows in two pools
+  ENDED = "ended"  # finished or failed, once
+
+
+_NEXT = {
+  State.QUEUED: {State.RUNNING, State.ENDED},
+  State.RUNNING: {State.PREEMPTED, State.READY, State.ENDED},
+  State.PREEMPTED: {State.RUNNING, State.ENDED},
+  State.READY: {State.MOVING, State.PREEMPTED, State.ENDED},
+  State.MOVING: {State.RUNNING, State.READY, State.PREEMPTED, State.ENDED},
+  State.ENDED: set(),
+}
+"""What may follow what. Back from READY and MOVING: a cache was lost, here or at the target."""
 
 
 @dataclasses.dataclass(slots=True, eq=False, weakref_slot=True)
@@ -23,12 +46,12 @@ class Sequence:
   """
 
   request: Request
+  state: State = State.QUEUED
   output_ids: list[int] = dataclasses.field(default_factory=list)
   output_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
   num_kept_tokens: int | None = None  # of the output, when it has ended; None for all
   num_computed_tokens: int = 0
   num_scheduled_tokens: int = 0
-  num_pending_tokens: int = 0
   num_prefill_tokens: int = 0  # known to the host when it got its row: these are not decodes
   row: int | None = None
   generation: int = 0  # raised when the row is lost: results of older generations are ignored
@@ -36,26 +59,31 @@ class Sequence:
   last_step: int = -1  # of this pool: the last plan with a slice of it
   page_keys: list[bytes] = dataclasses.field(default_factory=list)  # see scheduling/prefix.py
   num_published_pages: int = 0  # of its row, that the prefix cache knows
-  max_cached_tokens: int = 0  # as the request's, kept for the hot path
+  num_swapped_tokens: int = 0  # whose K and V are in the host's memory while it has no row
+  room_tokens: int = 0  # decodes of positions below this need no page and are not past the end
+  request_id: int = 0  # these two as the request's, for the hot path
+  max_cached_tokens: int = 0
 
   def __post_init__(self):
     self.num_prefill_tokens = self.request.num_prompt_tokens
+    self.request_id = self.request.request_id
     self.max_cached_tokens = self.request.max_cached_tokens
 
   @property
-  def request_id(self) -> int:
-    return self.request.request_id
+  def num_tokens(self) -> int:
+    """Tokens known, those being sampled included."""
+    num_known = self.request.num_prompt_tokens + len(self.output_ids)
+    return max(num_known, self.num_scheduled_tokens + 1) if self.is_decoding else num_known
 
   @property
-  def num_tokens(self) -> int:
-    return self.request.num_prompt_tokens + len(self.output_ids) + self.num_pending_tokens
+  def num_pending_tokens(self) -> int:
+    return self.num_tokens - self.request.num_prompt_tokens - len(self.output_ids)
 
   @property
   def num_unscheduled_tokens(self) -> int:
     """Tokens that the next plan may compute; 0 once the last token is computed or in flight."""
-    if len(self.output_ids) + self.num_pending_tokens >= self.request.sampling.max_tokens:
-      return 0
-    return self.num_tokens - self.num_scheduled_tokens
+    num_tokens = self.num_tokens
+    return 0 if num_tokens > self.max_cached_tokens else num_tokens - self.num_scheduled_tokens
 
   @property
   def is_decoding(self) -> bool:
@@ -76,6 +104,18 @@ class Sequence:
       return prompt[start:end]
     return prompt[start:] + tuple(self.output_ids[max(0, start - num_prompt) : end - num_prompt])
 
+  def enter(self, state: State) -> None:
+    """Changes the state; whoever owns the sequence calls it as it changes hands.
+
+    Raises:
+      RuntimeError: `state` may not follow the present one.
+    """
+    if state not in _NEXT[self.state]:
+      raise RuntimeError(
+        f"request {self.request_id} is {self.state.value} and cannot become {state.value}"
+      )
+    self.state = state
+
   def cut(self) -> None:
     """Keeps the first `num_kept_tokens` of the output, once the request has ended."""
     if self.num_kept_tokens is not None:
@@ -86,6 +126,5 @@ class Sequence:
     """Forgets what was computed and scheduled: everything known is prefill again."""
     self.row = None
     self.generation += 1
-    self.num_computed_tokens = self.num_scheduled_tokens = self.num_pending_tokens = 0
-    self.num_published_pages = 0
-    self.num_prefill_tokens = self.num_tokens
+    self.num_computed_tokens = self.num_scheduled_tokens = self.num_published_pages = 0
+    self.num_prefill_tokens = self.request.num_prompt_tokens + len(self.output_ids)

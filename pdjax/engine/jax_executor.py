@@ -15,7 +15,7 @@ from pdjax.core.request import SamplingParams
 from pdjax.engine.batch import RowState, step_inputs
 from pdjax.engine.buckets import Buckets, pick_bucket
 from pdjax.engine.steps import Steps, state_shapes
-from pdjax.engine.transfer import TransferTicket
+from pdjax.engine.transfer import TransferTicket, host_sharding
 from pdjax.models.kv_cache import KVLayout
 from pdjax.models.model import Model, axes_sharding
 from pdjax.models.sampling import Sampled
@@ -90,17 +90,24 @@ class JaxExecutor:
     self._params = model.to(mesh).params
     self._pages, self._layout, self._buckets = pages, layout, buckets
     self._pieces_sharding = axes_sharding("2 L K P h", layout.pieces_shape(1), mesh)
-    self._cache, self._last_token, self._seen = jax.tree.map(
-      lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), state_shapes(model, layout, mesh)
-    )
+    self._host_sharding = host_sharding(self._pieces_sharding)
+    self._swapped: dict[int, jax.Array] = {}  # request id -> its pieces, in the host's memory
+    self._state_shapes = state_shapes(model, layout, mesh)
+    self._cache, self._last_token, self._seen = self._new_state()
     self.vocab_size: int = model.config.vocab_size
     self._rows = self._new_rows()
+
+  def _new_state(self):
+    return jax.tree.map(
+      lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), self._state_shapes
+    )
 
   def _new_rows(self) -> RowState:
     pages = self._pages
     return RowState(pages.num_rows, pages.pages_per_row, pages.num_pages, self.vocab_size)
 
   def submit(self, plan: StepPlan, now_s: float) -> StepTicket:
+    self._swap(plan)
     for s in plan.prefills:
       if s.sampling.repetition_penalty != 1:
         cached_ids = s.cached_ids or ()
@@ -111,6 +118,24 @@ class JaxExecutor:
     is_used = sample_rows < self._pages.num_rows
     num_logprobs = [self._rows.logprobs[row] for row in sample_rows[is_used]]
     return StepTicket(sampled, plan, is_used, num_logprobs)
+
+  def _swap(self, plan: StepPlan) -> None:
+    """Copies pages to the host and back, in the order of the device's work. Waits for nothing."""
+    for swap in plan.swap_outs:
+      pieces = self.steps.gather_pages(self._cache, self._pad(swap.page_ids))
+      self._swapped[swap.request_id] = jax.device_put(pieces, self._host_sharding)
+    for swap in plan.swap_ins:
+      pieces = jax.device_put(self._swapped.pop(swap.request_id), self._pieces_sharding)
+      self._cache, self._last_token = self.steps.scatter_pages(
+        self._cache,
+        self._last_token,
+        self._pad(swap.page_ids),
+        pieces,
+        np.int32(self._pages.num_rows),  # no row: the next token is known to the host
+        np.int32(0),
+      )
+    for request_id in plan.swap_drops:
+      del self._swapped[request_id]
 
   def lower(self, plan: StepPlan) -> jax.stages.Lowered:
     """The step of a plan, to be compiled and looked at. Runs nothing, but seats its rows."""
@@ -172,9 +197,29 @@ class JaxExecutor:
     padded[: len(page_ids)] = page_ids
     return padded.astype(np.int32)
 
-  def reset(self) -> None:
-    """Forgets every row, for a new run. The cache keeps its bytes, which nobody reads."""
+  def recover(self) -> bool:
+    """Makes a new cache and forgets every row if a failed step has taken the cache along.
+
+    Waits for what was submitted: a step that consumed the cache of a failed one fails after it.
+    """
+    state = jax.tree.leaves((self._cache, self._last_token, self._seen))
+    if not any(x.is_deleted() for x in state):
+      try:
+        jax.block_until_ready(state)
+        return False
+      except Exception:  # the failed step's own error, which its ticket raises
+        pass
+    del state
+    self._cache = self._last_token = self._seen = None  # first: there may be no room for two
+    self._cache, self._last_token, self._seen = self._new_state()
     self._rows = self._new_rows()
+    return True
+
+  def reset(self) -> None:
+    """Forgets every row, for a new run. A cache that is intact keeps its bytes, unread."""
+    self._swapped.clear()
+    if not self.recover():
+      self._rows = self._new_rows()
 
   def last_logits(self, token_ids: Sequence[int]) -> np.ndarray:  # [V]
     """The logits after `token_ids`. Overwrites row 0: only between runs."""
@@ -231,9 +276,9 @@ class JaxExecutor:
       yield name, lambda p=plan: self.submit(p, 0.0).result()
     yield "seen ids", lambda: self._add_seen(0, (), anew=True)
     for num_pages in buckets.pages:
-      if "prefill" in roles:
+      if not {"prefill", "swap"}.isdisjoint(roles):
         yield f"gather {num_pages} pages", lambda n=num_pages: self._export_pages(n)
-      if "decode" in roles:
+      if not {"decode", "swap"}.isdisjoint(roles):
         yield f"scatter {num_pages} pages", lambda n=num_pages: self._import_pages(n)
 
   def _split(self, num_tokens: int, num_rows: int) -> list[int]:

@@ -116,4 +116,4 @@ class Steps:
 
   def _scatter(self, cache, last_token, page_ids: jax.Array, pieces, row, token_id):
     cache = kv_cache.scatter(self._layout, cache, page_ids, pieces)
-    return cache, last_token.at[row].set(token_id)
+    return cache, last_token.at[row].set(token_id, mode="drop")

@@ -8,6 +8,12 @@ from collections.abc import Callable
 import jax
 
 
+def host_sharding(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+  """The same split in the memory of the host, pinned. That of a CPU is its own."""
+  (platform,) = {device.platform for device in sharding.device_set}
+  return sharding if platform == "cpu" else sharding.with_memory_kind("pinned_host")
+
+
 class TransferTicket:
   """Pieces on their way to a mesh. Inserts them into the target cache as soon as they are there.
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from pdjax.core.events import Arrived, Copied, Event
+from pdjax.core.request import Slo
 from pdjax.metrics.latency import (
   RequestRecord,
   itls_s,
@@ -16,22 +17,6 @@ from pdjax.metrics.latency import (
   tpots_s,
   ttfts_s,
 )
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Slo:
-  """The promise: a time to the first token and a time per token after it.
-
-  Raises:
-    ValueError: a target that is not positive.
-  """
-
-  ttft_s: float
-  tpot_s: float
-
-  def __post_init__(self):
-    if not (self.ttft_s > 0 and self.tpot_s > 0):
-      raise ValueError(f"SLO ttft_s={self.ttft_s}, tpot_s={self.tpot_s}: both must be positive")
 
 
 def meets_ttft(record: RequestRecord, slo: Slo) -> bool:

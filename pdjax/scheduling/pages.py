@@ -53,9 +53,9 @@ class _Cached:
   last_use: int = 0  # counts uses of the pool
 
 
-# Which unused page goes first: the least of these. Of one prefix its end goes before its beginning,
-# without which it is no use. Mooncake compares the three (tech report, Table 1); its length-aware rule
-# gives up the ends of long prefixes first.
+# Which unused page goes first: the least of these. The end of a prefix goes before its beginning,
+# without which it is no use. Mooncake compares the three (tech report, Table 1); its length-aware
+# rule gives up the ends of long prefixes first.
 EVICTION: dict[str, Callable[[_Cached], tuple[int, ...]]] = {
   "lru": lambda page: (page.last_use, -page.depth),
   "lfu": lambda page: (page.num_hits, page.last_use, -page.depth),
@@ -80,7 +80,6 @@ class PagePool:
     self._free_rows = list(range(config.num_rows - 1, -1, -1))
     self._free_pages = [] if config.contiguous else list(range(config.num_pages - 1, -1, -1))
     self._tables: dict[int, list[int]] = {}
-    self.held_tokens = [0] * config.num_rows  # room in the pages of each row, for the hot path
     self._num_users: collections.Counter[int] = collections.Counter()  # rows that hold a page
     self._cached: dict[int, _Cached] = {}  # published pages, held or not
     self._page_of: dict[bytes, int] = {}
@@ -103,6 +102,10 @@ class PagePool:
   def num_cached_pages(self) -> int:
     """Pages whose content the prefix cache knows, held or not."""
     return len(self._cached)
+
+  def num_held(self, row: int) -> int:
+    """Pages of `row`."""
+    return len(self._tables[row])
 
   def num_missing(self, row: int | None, num_tokens: int) -> int:
     """Pages that `row` (None: a new row) lacks to hold `num_tokens`."""
@@ -140,7 +143,6 @@ class PagePool:
     row = self._free_rows.pop()
     table = [self._page_of[key] for key in keys]
     self._tables[row] = table
-    self.held_tokens[row] = len(table) * self.config.page_size
     self._num_uses += 1
     for page in table:
       self._num_users[page] += 1
@@ -154,14 +156,14 @@ class PagePool:
     """Extends the table of `row` to hold `num_tokens`; returns the new pages, None without room."""
     if not self.has_room(row, num_tokens):
       return None
-    table, missing = self._tables[row], self.num_missing(row, num_tokens)
+    table = self._tables[row]
+    missing = max(0, -(-num_tokens // self.config.page_size) - len(table))
     if self.config.contiguous:
       first = row * self.config.pages_per_row + len(table)
       new = tuple(range(first, first + missing))
     else:
       new = tuple(self._take_page() for _ in range(missing))
     table.extend(new)
-    self.held_tokens[row] = len(table) * self.config.page_size
     return new
 
   def table(self, row: int) -> tuple[int, ...]:
@@ -192,7 +194,6 @@ class PagePool:
     """
     pages = self._tables.pop(row)
     self._free_rows.append(row)
-    self.held_tokens[row] = 0
     if self.config.contiguous:
       return
     self._num_uses += 1
@@ -237,8 +238,6 @@ class PagePool:
     say."""
     rows = sorted(self._free_rows + list(self._tables))
     assert rows == list(range(self.config.num_rows)), f"rows lost or held twice: {rows}"
-    for row, table in self._tables.items():
-      assert self.held_tokens[row] == len(table) * self.config.page_size
     if self.config.contiguous:
       for row, table in self._tables.items():
         first = row * self.config.pages_per_row

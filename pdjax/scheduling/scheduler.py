@@ -10,13 +10,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import sys
 from collections.abc import Callable, Iterable, ValuesView
 from typing import Protocol
 
 from pdjax.core.costs import StepCounts, count_slices
-from pdjax.core.plan import DecodeSlices, PageUpdates, Slice, StepPlan, StepResult, TokenLogprobs
+from pdjax.core.plan import DecodeSlices, PageUpdates, Slice, StepPlan, StepResult, Swap
 from pdjax.core.request import Request
-from pdjax.core.sequence import Sequence
+from pdjax.core.sequence import Sequence, State
 from pdjax.scheduling.pages import PageConfig, PagePool
 from pdjax.scheduling.prefix import extend_keys
 
@@ -44,14 +45,16 @@ class SchedulerConfig:
 
   `reservation`: the pages that a sequence takes when it is admitted. `chunk`: of its first chunk,
   then as it grows; `prompt`: of its whole prompt (Sarathi-Serve's own scheduler); `request`: of
-  prompt + max_tokens - 1, so that it is never preempted; `max_len`: of the longest sequence of a row
+  prompt + max_tokens - 1, so that it never needs more; `max_len`: of the longest sequence of a row
   (Orca, FasterTransformer). `watermark` is the share of the pages that admission leaves free for
-  running sequences to grow into (not in an empty pool). A sequence preempted `max_preemptions` times
-  is admitted again only with all that it may need, and never preempted again.
+  running sequences to grow into (not in an empty pool). A sequence preempted `max_preemptions`
+  times is admitted again only with all that it may need, and never preempted again. `swap_tokens`
+  of K and V may lie in the host's memory: a preempted sequence is copied there, and back when it is
+  admitted, instead of being computed again; where there is no room for it, or with 0, it is.
 
-  Fairness: `look_ahead` sequences may be passed over that find no room at the head of the queue (0 is
-  strict FCFS); at most `max_partial_prefills` prompts are in progress at a time; prompts longer than
-  `long_prompt_tokens` together get at most `long_prompt_share` of a budget.
+  Fairness: `look_ahead` sequences may be passed over that find no room at the head of the queue (0
+  is strict FCFS); at most `max_partial_prefills` prompts are in progress at a time; prompts longer
+  than `long_prompt_tokens` together get at most `long_prompt_share` of a budget.
 
   `prefix_cache` keeps the pages of common prefixes; `eviction` says which goes first when room is
   needed: `lru`, `lfu`, or `length`.
@@ -66,6 +69,7 @@ class SchedulerConfig:
   reservation: str = "prompt"
   watermark: float = 0.01
   max_preemptions: int = 3
+  swap_tokens: int = 0
   look_ahead: int = 0
   max_partial_prefills: int | None = None
   long_prompt_tokens: int | None = None
@@ -77,6 +81,7 @@ class SchedulerConfig:
     for name, lowest in (
       ("token_budget", 1),
       ("max_preemptions", 0),
+      ("swap_tokens", 0),
       ("look_ahead", 0),
       ("max_partial_prefills", 1),
       ("long_prompt_tokens", 1),
@@ -103,11 +108,12 @@ class SchedulerConfig:
 
 @dataclasses.dataclass(slots=True)
 class Outcome:
-  """What a finished step changed."""
+  """What a step that ended has changed. Those `preempted` by its failure are queued nowhere yet."""
 
   emitted: list[tuple[Sequence, int]] = dataclasses.field(default_factory=list)
   finished: list[tuple[Sequence, str]] = dataclasses.field(default_factory=list)
   failed: list[tuple[Sequence, str]] = dataclasses.field(default_factory=list)
+  preempted: list[Sequence] = dataclasses.field(default_factory=list)
 
 
 def length_or_stop(seq: Sequence) -> str | None:
@@ -160,7 +166,9 @@ class Scheduler:
     self.prefill_tokens_left = 0  # over waiting and running, kept for routers
     self.output_tokens_left = 0
     self.num_looked_up_tokens = self.num_hit_tokens = 0  # of the prefix cache, over all admissions
+    self.num_swapped_tokens = 0  # in the host's memory
     self.unreported_preemptions: list[int] = []
+    self.unreported_swaps: tuple[dict[int, Swap], list[int]] = ({}, [])  # outs, and drops
     self.pages_owed: dict[int, int] = {}  # running request -> pages it could not get; see `_grow`
     self._next_step_id = 0
     self._in_flight: collections.deque[StepPlan] = collections.deque()
@@ -168,12 +176,14 @@ class Scheduler:
 
   # Requests in and out -------------------------------------------------------------------------
 
-  def refusal(self, request: Request) -> str | None:
-    """Why `request` can never run here, or None."""
-    need = request.max_cached_tokens if self.config.decodes else request.num_prompt_tokens
+  def refusal(self, request: Request, num_output_tokens: int = 0) -> str | None:
+    """Why `request` can never run here, or None; `num_output_tokens` are those it has already."""
+    decodes = self.config.decodes
+    need = request.num_prompt_tokens + num_output_tokens
+    need = request.max_cached_tokens if decodes else need
     capacity = self.pages.config.capacity_tokens
     if need > capacity:
-      what = "prompt + max_tokens - 1" if self.config.decodes else "prompt"
+      what = "prompt + max_tokens - 1" if decodes else "prompt"
       return f"{what} = {need} tokens, but the pool holds {capacity}"
     if not self.config.chunk_prompts and need > self.config.token_budget:
       # After a preemption the generated tokens are prefill too, hence `need` and not the prompt.
@@ -184,8 +194,18 @@ class Scheduler:
     return None
 
   def add(self, seq: Sequence) -> None:
-    """Queues a new sequence."""
-    self.waiting[seq.request_id] = seq
+    """Queues a sequence: a new one at the end, a preempted one in front.
+
+    Raises:
+      ValueError: one with its id is here.
+    """
+    request_id = seq.request_id
+    if request_id in self.waiting or request_id in self.running or request_id in self.leaving:
+      raise ValueError(f"request id {request_id} is in use")
+    seq.last_step = -1
+    self.waiting[request_id] = seq
+    if seq.state is State.PREEMPTED:
+      self.waiting.move_to_end(request_id, last=False)
     self._count(seq, 1)
 
   def reserve(self, num_tokens: int, keys: tuple[bytes, ...] = ()) -> int | None:
@@ -214,21 +234,24 @@ class Scheduler:
 
   def adopt(self, seq: Sequence, row: int) -> None:
     """Runs a sequence whose K and V are already in the reserved `row`."""
+    seq.enter(State.RUNNING)
     seq.row, seq.generation, seq.last_step = row, seq.generation + 1, -1
     seq.num_published_pages = 0
+    self.update_room(seq)
     self.running[seq.request_id] = self.decoding[seq.request_id] = seq
     self._count(seq, 1)
     self._publish(seq)
 
   def detach(self, seq: Sequence) -> None:
-    """Stops planning a running sequence; it keeps its row until `drop`.
+    """Stops planning a running sequence; it keeps its row until `release`, `drop` or `unseat`.
 
     What is in flight for it is forgotten: the next pool goes on from what was computed.
     """
+    seq.enter(State.READY)
     self._stop_running(seq.request_id)
     self.leaving[seq.request_id] = seq
     self._count(seq, -1)
-    seq.num_scheduled_tokens, seq.num_pending_tokens = seq.num_computed_tokens, 0
+    seq.num_scheduled_tokens = seq.num_computed_tokens
 
   def give_back(self, row: int, last_step: int = -1) -> None:
     """Frees a row and its pages, if `last_step` touches it and is in flight at the end of that."""
@@ -237,13 +260,34 @@ class Scheduler:
     else:
       self.pages.release(row)
 
+  def release(self, seq: Sequence) -> None:
+    """Frees what a leaving sequence holds here: its pages are copied, or no longer wanted."""
+    del self.leaving[seq.request_id]
+    self.give_back(seq.row, seq.last_step)
+    seq.row = None
+
+  def unseat(self, seq: Sequence) -> None:
+    """Takes the row of a running or leaving sequence, to be computed again; queues it nowhere."""
+    seq.enter(State.PREEMPTED)
+    if self._stop_running(seq.request_id) is not None:
+      self._count(seq, -1)
+    else:
+      del self.leaving[seq.request_id]
+    self.give_back(seq.row, seq.last_step)
+    seq.lose_row()
+    seq.num_preemptions += 1
+
   def drop(self, request_id: int) -> Sequence | None:
-    """Forgets a sequence wherever it is here and frees what it holds; None if it is not here."""
+    """Ends a sequence wherever it is here and frees what it holds; None if it is not here."""
     if (seq := self.waiting.pop(request_id, None)) or (seq := self._stop_running(request_id)):
       self._count(seq, -1)
     else:
       seq = self.leaving.pop(request_id, None)
-    if seq is not None and seq.row is not None:
+    if seq is None:
+      return None
+    seq.enter(State.ENDED)
+    self.forget_swapped(seq)
+    if seq.row is not None:
       self.give_back(seq.row, seq.last_step)
       seq.row = None
     return seq
@@ -267,48 +311,95 @@ class Scheduler:
     """Applies a finished step. Results of sequences that lost their row since are ignored."""
     self._end(plan)
     outcome, errors = Outcome(), dict(result.errors)
-    tokens = zip(result.token_ids, result.logprobs or itertools.repeat(None))
+    emitting = [s for s in plan.prefills if s.emits_token]
     for s in plan.prefills:
-      token = next(tokens) if s.emits_token else None
-      if (seq := self._owner(s.request_id, s.generation)) is None:
-        continue
-      seq.num_computed_tokens += s.num_tokens
-      self.prefill_tokens_left -= s.num_tokens
-      self._publish(seq)
-      if s.emits_token:
-        self._emit(seq, token, errors, finish_reason, outcome)
-    for request_id, generation, token in zip(
-      plan.decodes.request_ids, plan.decodes.generations, tokens, strict=True
+      if (seq := self._owner(s.request_id, s.generation)) is not None:
+        # The last position of a slice that emits is counted below, with its token.
+        seq.num_computed_tokens += s.num_tokens - s.emits_token
+        self.prefill_tokens_left -= s.num_tokens
+        self._publish(seq)
+    # This loop runs for every token that is generated: no calls where none is needed.
+    running, emitted = self.running, outcome.emitted
+    page_size = self.pages.config.page_size if self.config.prefix_cache else sys.maxsize
+    num_tokens = len(emitting) + len(plan.decodes)
+    for request_id, generation, token, logprobs in zip(
+      (*(s.request_id for s in emitting), *plan.decodes.request_ids),
+      (*(s.generation for s in emitting), *plan.decodes.generations),
+      result.token_ids,
+      result.logprobs or itertools.repeat(None, num_tokens),
+      strict=True,
     ):
-      if (seq := self._owner(request_id, generation)) is None:
+      seq = running.get(request_id)
+      if seq is None or seq.generation != generation:
         continue
-      seq.num_computed_tokens += 1
-      self._publish(seq)
-      self._emit(seq, token, errors, finish_reason, outcome)
+      seq.num_computed_tokens = num_computed = seq.num_computed_tokens + 1
+      if num_computed % page_size == 0:
+        self._publish(seq)
+      if token is None:
+        self.drop(request_id)
+        outcome.failed.append((seq, errors.get(request_id, "no token came back")))
+        continue
+      seq.output_ids.append(token)
+      if logprobs is not None:
+        seq.output_logprobs.append(logprobs)
+      emitted.append((seq, token))
+      try:
+        reason = finish_reason(seq)
+      except Exception as error:  # a caller's rule: its failure is this request's alone
+        self.drop(request_id)
+        outcome.failed.append((seq, f"finish rule failed: {error!r}"))
+        continue
+      if reason is not None:
+        self.drop(request_id)
+        seq.cut()  # only now: what the scheduler counts goes by what was emitted
+        outcome.finished.append((seq, reason))
+    self.output_tokens_left -= self.config.decodes * len(emitted)
     self._release_rows(plan)
     return outcome
 
   def abort(self, plan: StepPlan, reason: str) -> Outcome:
     """Ends a step that failed as a whole: every sequence in it fails."""
     self._end(plan)
-    outcome = Outcome()
-    owners = [(s.request_id, s.generation) for s in plan.prefills]
-    owners += zip(plan.decodes.request_ids, plan.decodes.generations)
-    for request_id, generation in owners:
-      if (seq := self._owner(request_id, generation)) is not None:
-        self.drop(request_id)
-        outcome.failed.append((seq, reason))
+    outcome = Outcome(failed=self._drop_all(plan, reason))
     self._release_rows(plan)
+    return outcome
+
+  def lose_cache(self, plan: StepPlan | None, reason: str) -> Outcome:
+    """Forgets K and V of the whole pool, lost in the step `plan` or, if None, elsewhere.
+
+    The sequences of `plan` fail. All plans in flight are void, and whatever else holds a row here
+    is preempted, oldest first; pages that are being copied are left to whoever copies them.
+    """
+    outcome = Outcome()
+    if plan is not None:
+      outcome.failed = self._drop_all(plan, reason)
+    self._in_flight.clear()
+    for rows in self._rows_to_release.values():
+      for row in rows:
+        self.pages.release(row)
+    self._rows_to_release.clear()
+    ready = [seq for seq in self.leaving.values() if seq.state is State.READY]
+    outcome.preempted = [*ready, *self.running.values()]
+    for seq in outcome.preempted:
+      self.unseat(seq)
+    self.pages.forget()
     return outcome
 
   def check(self) -> None:
     """Raises AssertionError unless pages, rows and token counts add up."""
     self.pages.check()
+    for seq in self.running.values():
+      room_tokens = seq.room_tokens
+      self.update_room(seq)
+      assert seq.room_tokens == room_tokens, "room is not that of the pages"
     queues = [*self.waiting.values(), *self.running.values()]
     assert self.prefill_tokens_left == sum(_prefill_left(s) for s in queues)
     assert self.output_tokens_left == sum(self._output_left(s) for s in queues)
     held = {s.row for s in [*self.running.values(), *self.leaving.values()]}
     assert len(held) == len(self.running) + len(self.leaving), "two sequences share a row"
+    assert {s.state for s in self.waiting.values()} <= {State.QUEUED, State.PREEMPTED}
+    assert {s.state for s in self.running.values()} <= {State.RUNNING}
+    assert {s.state for s in self.leaving.values()} <= {State.READY, State.MOVING, State.ENDED}
     assert self.pages_owed.keys() <= self.running.keys(), "pages are kept for one that is gone"
     assert self.running.keys() == self.prefilling.keys() | self.decoding.keys()
     assert all(not s.is_decoding for s in self.prefilling.values())
@@ -318,12 +409,25 @@ class Scheduler:
 
   def preempt(self, seq: Sequence) -> None:
     """Takes the row of a running sequence. The builder queues it again at the front."""
-    self._stop_running(seq.request_id)
-    self.give_back(seq.row, seq.last_step)
-    self._count(seq, -1)
-    seq.lose_row()
-    seq.num_preemptions += 1
+    num_tokens, row = seq.num_computed_tokens, seq.row
+    if 0 < num_tokens <= self.config.swap_tokens - self.num_swapped_tokens:
+      # Copied before the step that is being planned, so before anyone else writes to its pages.
+      pages = self.pages.table(row)[: -(-num_tokens // self.pages.config.page_size)]
+      outs, _ = self.unreported_swaps
+      outs[seq.request_id] = Swap(request_id=seq.request_id, num_tokens=num_tokens, page_ids=pages)
+      seq.num_swapped_tokens = num_tokens
+      self.num_swapped_tokens += num_tokens
+    self.unseat(seq)
     self._count(seq, 1)
+
+  def forget_swapped(self, seq: Sequence) -> None:
+    """Its copy in the host's memory, if it has one, is not needed any more."""
+    if seq.num_swapped_tokens:
+      outs, drops = self.unreported_swaps
+      if outs.pop(seq.request_id, None) is None:
+        drops.append(seq.request_id)
+      self.num_swapped_tokens -= seq.num_swapped_tokens
+      seq.num_swapped_tokens = 0
 
   def tokens_to_reserve(self, seq: Sequence, num_first: int) -> int:
     """Tokens that `seq` gets pages for when it is admitted with its first `num_first` of them."""
@@ -334,6 +438,11 @@ class Scheduler:
     if config.reservation == "request" or seq.num_preemptions >= config.max_preemptions:
       return most
     return num_first if config.reservation == "chunk" else seq.num_tokens
+
+  def update_room(self, seq: Sequence) -> None:
+    """After a change of its pages."""
+    num_held = self.pages.num_held(seq.row) * self.pages.config.page_size
+    seq.room_tokens = min(seq.max_cached_tokens, num_held)
 
   @property
   def num_pages_coming(self) -> int:
@@ -354,44 +463,22 @@ class Scheduler:
     if not self.config.prefix_cache or num_pages <= seq.num_published_pages:
       return
     extend_keys(seq, num_pages * page_size, page_size)
-    for index, key in enumerate(seq.page_keys[:num_pages]):
-      if index >= seq.num_published_pages:
-        self.pages.publish(seq.row, index, key)
+    keys = seq.page_keys
+    for index in range(seq.num_published_pages, min(num_pages, len(keys))):
+      self.pages.publish(seq.row, index, keys[index])
     seq.num_published_pages = num_pages
+
+  def _drop_all(self, plan: StepPlan, reason: str) -> list[tuple[Sequence, str]]:
+    owners = [(s.request_id, s.generation) for s in plan.prefills]
+    owners += zip(plan.decodes.request_ids, plan.decodes.generations)
+    here = [seq for seq in itertools.starmap(self._owner, owners) if seq is not None]
+    for seq in here:
+      self.drop(seq.request_id)
+    return [(seq, reason) for seq in here]
 
   def _owner(self, request_id: int, generation: int) -> Sequence | None:
     seq = self.running.get(request_id)
     return seq if seq is not None and seq.generation == generation else None
-
-  def _emit(
-    self,
-    seq: Sequence,
-    sampled: tuple[int | None, TokenLogprobs | None],
-    errors: dict[int, str],
-    finish_reason: FinishReason,
-    outcome: Outcome,
-  ) -> None:
-    token, logprobs = sampled
-    seq.num_pending_tokens -= 1
-    if token is None:
-      self.drop(seq.request_id)
-      outcome.failed.append((seq, errors.get(seq.request_id, "no token came back")))
-      return
-    seq.output_ids.append(token)
-    if logprobs is not None:
-      seq.output_logprobs.append(logprobs)
-    self.output_tokens_left -= self.config.decodes
-    outcome.emitted.append((seq, token))
-    try:
-      reason = finish_reason(seq)
-    except Exception as error:  # a caller's rule: its failure is this request's alone
-      self.drop(seq.request_id)
-      outcome.failed.append((seq, f"finish rule failed: {error!r}"))
-      return
-    if reason is not None:
-      self.drop(seq.request_id)
-      seq.cut()  # only now: what the scheduler counts goes by what was emitted
-      outcome.finished.append((seq, reason))
 
   def _end(self, plan: StepPlan) -> None:
     if not self._in_flight or self._in_flight[0] is not plan:
@@ -434,6 +521,7 @@ class StepBuilder:
     self._prefills: list[Slice] = []
     self._decodes: tuple[list[int], ...] = ([], [], [], [])  # the columns of DecodeSlices
     self._page_updates: tuple[list[int], ...] = ([], [], [])  # the columns of PageUpdates
+    self._swap_ins: list[Swap] = []
     self.tokens_left = scheduler.config.token_budget
     self._long_tokens_left = scheduler.config.long_prompt_budget
 
@@ -441,6 +529,11 @@ class StepBuilder:
   def waiting(self) -> ValuesView[Sequence]:
     """Queued sequences in order of arrival, preempted ones first. Not copied."""
     return self._scheduler.waiting.values()
+
+  @property
+  def running(self) -> list[Sequence]:
+    """All that hold a row, in the order of their admission."""
+    return list(self._scheduler.running.values())
 
   @property
   def decoding(self) -> list[Sequence]:
@@ -471,27 +564,28 @@ class StepBuilder:
 
   def decode(self, *, preempt: bool = True) -> None:
     """A token for every decoding sequence, in the order of their first tokens."""
-    held_tokens = self._scheduler.pages.held_tokens
-    request_ids, generations, rows, positions = self._decodes
-    left = self.tokens_left
-    # A loop of its own, as this runs for every token that is generated: a quarter of the time that
-    # `advance` takes.
+    # A loop of its own, as it runs for every token that is generated: a tenth of what `advance`
+    # takes.
+    step_id, left = self._step_id, self.tokens_left
+    taken: list[Sequence] = []
+    positions = self._decodes[-1]
     for seq in self.decoding:
-      position, row = seq.num_scheduled_tokens, seq.row
-      if row is None or position >= seq.max_cached_tokens or seq.last_step == self._step_id:
-        continue  # preempted by one before it, or at its end, or in the step
+      position = seq.num_scheduled_tokens
+      if position >= seq.room_tokens and not self._make_room(seq, preempt):
+        continue
       if left <= 0:
         break
-      if position >= held_tokens[row] and not self._grow(seq, position + 1, preempt):
-        continue
-      request_ids.append(seq.request_id)
-      generations.append(seq.generation)
-      rows.append(row)
+      if seq.row is None or seq.last_step == step_id:
+        continue  # preempted by one before it, or in the step already
+      taken.append(seq)
       positions.append(position)
       seq.num_scheduled_tokens = position + 1
-      seq.num_pending_tokens += 1
-      seq.last_step = self._step_id
+      seq.last_step = step_id
       left -= 1
+    request_ids, generations, rows, _ = self._decodes
+    request_ids += [seq.request_id for seq in taken]
+    generations += [seq.generation for seq in taken]
+    rows += [seq.row for seq in taken]
     self.tokens_left = left
 
   def prefill(self, max_tokens: int | None = None) -> None:
@@ -526,8 +620,7 @@ class StepBuilder:
     if seq.last_step == self._step_id or seq.request_id in self._preempted:
       return 0
     config = self._scheduler.config
-    keys = self._scheduler.cached_keys(seq) if seq.row is None else ()
-    num_cached = len(keys) * self._scheduler.pages.config.page_size
+    keys, num_cached = ((), 0) if seq.row is not None else self._find_computed(seq)
     wanted = seq.num_unscheduled_tokens - num_cached
     num_tokens = min(wanted, self.tokens_left)
     if max_tokens is not None:
@@ -541,7 +634,7 @@ class StepBuilder:
       limit = config.max_partial_prefills
       if num_tokens < wanted and limit is not None and len(self._scheduler.prefilling) >= limit:
         return 0
-      if not self._admit(seq, num_tokens, keys):
+      if not self._admit(seq, num_tokens, keys, num_cached):
         return 0
     elif not self._grow(seq, seq.num_scheduled_tokens + num_tokens, preempt):
       return 0
@@ -562,6 +655,7 @@ class StepBuilder:
     if self.is_empty:
       return None
     preempted, s.unreported_preemptions = tuple(s.unreported_preemptions), []
+    (swap_outs, swap_drops), s.unreported_swaps = s.unreported_swaps, ({}, [])
     request_ids, generations, rows, positions = map(tuple, self._decodes)
     update_rows, indices, page_ids = map(tuple, self._page_updates)
     return StepPlan(
@@ -572,6 +666,9 @@ class StepBuilder:
       ),
       page_updates=PageUpdates(rows=update_rows, indices=indices, page_ids=page_ids),
       preempted=preempted,
+      swap_outs=tuple(swap_outs.values()),
+      swap_ins=tuple(self._swap_ins),
+      swap_drops=tuple(swap_drops),
     )
 
   # Inside
@@ -580,9 +677,18 @@ class StepBuilder:
     longest = self._scheduler.config.long_prompt_tokens
     return longest is not None and seq.request.num_prompt_tokens > longest and not seq.is_decoding
 
-  def _admit(self, seq: Sequence, num_tokens: int, keys: tuple[bytes, ...]) -> bool:
+  def _find_computed(self, seq: Sequence) -> tuple[tuple[bytes, ...], int]:
+    """What a sequence without a row need not compute: pages in the cache, or else swapped out."""
+    keys = self._scheduler.cached_keys(seq)
+    num_cached = len(keys) * self._scheduler.pages.config.page_size
+    return (
+      (keys, num_cached) if num_cached >= seq.num_swapped_tokens else ((), seq.num_swapped_tokens)
+    )
+
+  def _admit(
+    self, seq: Sequence, num_tokens: int, keys: tuple[bytes, ...], num_cached: int
+  ) -> bool:
     s = self._scheduler
-    num_cached = len(keys) * s.pages.config.page_size
     reserved = s.tokens_to_reserve(seq, num_cached + num_tokens)
     spare = (s.watermark_pages if s.running else 0) + sum(s.pages_owed.values())
     if not s.pages.num_free_rows or not s.pages.has_room(None, reserved, spare=spare, keys=keys):
@@ -591,13 +697,35 @@ class StepBuilder:
     s.pages.grow(seq.row, reserved)
     self._record(seq.row, 0, s.pages.table(seq.row))
     s.num_looked_up_tokens += seq.num_tokens
-    s.num_hit_tokens += num_cached
+    s.num_hit_tokens += len(keys) * s.pages.config.page_size
+    if seq.num_swapped_tokens:
+      self._swap_in(seq, num_cached if not keys else 0)
     s.prefill_tokens_left -= num_cached
     seq.num_computed_tokens = seq.num_scheduled_tokens = num_cached
     seq.num_published_pages = len(keys)
+    seq.enter(State.RUNNING)
+    s.update_room(seq)
     s.running[seq.request_id] = s.prefilling[seq.request_id] = seq
     self._admitted.append(seq)
     return True
+
+  def _swap_in(self, seq: Sequence, num_tokens: int) -> None:
+    """Brings back so many tokens of an admitted sequence; 0 where its pages were in the cache."""
+    s = self._scheduler
+    if num_tokens:
+      pages = s.pages.table(seq.row)[: -(-num_tokens // s.pages.config.page_size)]
+      self._swap_ins.append(Swap(request_id=seq.request_id, num_tokens=num_tokens, page_ids=pages))
+      s.num_swapped_tokens -= num_tokens
+      seq.num_swapped_tokens = 0
+    else:
+      s.forget_swapped(seq)
+
+  def _make_room(self, seq: Sequence, preempt: bool) -> bool:
+    """Whether a decoding sequence can get its next token."""
+    position = seq.num_scheduled_tokens
+    if seq.row is None or position >= seq.max_cached_tokens or self.tokens_left <= 0:
+      return False
+    return self._grow(seq, position + 1, preempt)
 
   def _grow(self, seq: Sequence, num_tokens: int, preempt: bool) -> bool:
     s = self._scheduler
@@ -613,7 +741,8 @@ class StepBuilder:
         return False
     s.pages_owed.pop(seq.request_id, None)
     if new:
-      self._record(seq.row, len(s.pages.table(seq.row)) - len(new), new)
+      s.update_room(seq)
+      self._record(seq.row, s.pages.num_held(seq.row) - len(new), new)
     return True
 
   def _preempt_newest(self, keep: Sequence) -> bool:
@@ -664,6 +793,5 @@ class StepBuilder:
       if end >= seq.num_prefill_tokens:
         s.decoding[seq.request_id] = s.prefilling.pop(seq.request_id)
     seq.num_scheduled_tokens = end
-    seq.num_pending_tokens += emits_token
     seq.last_step = self._step_id
     self.tokens_left -= num_tokens

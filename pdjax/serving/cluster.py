@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from pdjax.core.clock import Ticket
 from pdjax.core.plan import StepPlan
 from pdjax.core.request import Request
-from pdjax.core.sequence import Sequence
+from pdjax.core.sequence import Sequence, State
 from pdjax.scheduling.routing import Router, least_outstanding_tokens
 from pdjax.scheduling.scheduler import Scheduler
 from pdjax.serving.executor import Executor, Handle
@@ -33,7 +33,11 @@ class Pool:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Transfer:
-  """A KV cache on its way. The sequence owns pages in both pools until it ends."""
+  """A KV cache on its way. The sequence owns pages in both pools until the copy ends.
+
+  That holds too when the request has ended meanwhile. A pool that loses its cache under way takes
+  its side of the copy along: `is_source_lost`, `is_target_lost`.
+  """
 
   seq: Sequence
   source: Pool
@@ -42,7 +46,8 @@ class Transfer:
   handle: Handle
   ticket: Ticket
   start_s: float
-  is_cancelled: bool = False
+  is_source_lost: bool = False
+  is_target_lost: bool = False
 
 
 class Cluster:
@@ -102,3 +107,22 @@ class Cluster:
       if row is not None:
         return pool, row
     return None
+
+  def check(self) -> None:
+    """Raises AssertionError unless every pool adds up and every sequence is in one place."""
+    for pool in self.pools:
+      pool.scheduler.check()
+    owners = collections.Counter(
+      seq.request_id
+      for pool in self.pools
+      for queue in (pool.scheduler.waiting, pool.scheduler.running, pool.scheduler.leaving)
+      for seq in queue.values()
+    )
+    assert all(n == 1 for n in owners.values()), f"sequences in two places: {owners}"
+    ready = [seq for _, seq in self.outbox]
+    moving = [transfer.seq for transfer in self.transfers]
+    leaving = [(p, seq) for p in self.pools for seq in p.scheduler.leaving.values()]
+    assert all(seq.state is State.READY for seq in ready)
+    assert all(seq.state in (State.MOVING, State.ENDED) for seq in moving)
+    sources = [*self.outbox, *((t.source, t.seq) for t in self.transfers)]
+    assert len(sources) == len(leaving) and all(item in leaving for item in sources)

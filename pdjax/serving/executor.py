@@ -59,3 +59,11 @@ class Executor(Protocol):
   def drop(self, handle: Handle) -> None:
     """Forgets an export, imported or not."""
     ...
+
+  def recover(self) -> bool:
+    """Makes the pool usable after a call or a ticket has failed; says whether K and V are lost.
+
+    Then every row is empty, and whatever was submitted before counts for nothing. Exports that had
+    begun are left as they are.
+    """
+    ...

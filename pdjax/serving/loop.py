@@ -2,32 +2,50 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Iterable, Iterator
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
 
-from pdjax.core.clock import Clock
+from pdjax.core.clock import Clock, Ticket
 from pdjax.core.events import Arrived, Copied, EventLog, Failed, Finished, Preempted, Step
 from pdjax.core.plan import StepPlan
 from pdjax.core.request import Request
-from pdjax.core.sequence import Sequence
+from pdjax.core.sequence import Sequence, State
 from pdjax.scheduling.scheduler import FinishReason, Outcome, length_or_stop
 from pdjax.serving.cluster import Cluster, Pool, Transfer
 from pdjax.serving.executor import Handle
 
+GRACE_S = 10.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _End:
+  """Ends a request that has not ended yet."""
+
+  request_id: int
+  reason: str
+
 
 class Inbox:
-  """What the outside world asks of a run: requests at their arrival times, and cancels.
+  """What the outside world asks of a run: requests at their arrival times, cancels, time-outs.
 
-  A workload is an inbox that is closed from the start. An open one is fed between turns.
+  A workload is an inbox that is closed from the start. An open one is fed between turns, or by
+  other threads at any time: the loop wakes at once. It is for one run.
   """
 
   def __init__(self, requests: Iterable[Request] = (), *, is_open: bool = False):
-    self._heap: list[tuple[float, int, Request | int]] = []
+    self._lock = threading.Lock()
+    self._heap: list[tuple[float, int, Request | _End]] = []
     self._order = itertools.count()
-    self._arrival_s: dict[int, float] = {}  # of every request ever submitted
+    self._used_ids: set[int] = set()
+    self._arrival_s: dict[int, float] = {}  # of every request that has not ended
     self.is_open = is_open
+    self.wake: Callable[[], None] = lambda: None  # the loop's
     for request in requests:
       self.submit(request)
 
@@ -35,31 +53,71 @@ class Inbox:
     """Queues a request.
 
     Raises:
-      ValueError: its id was used before.
+      ValueError: its id was used before in this run. One that has ended is no exception: the log
+        would tell of two requests by one name, and so would results that are still under way.
     """
-    if request.request_id in self._arrival_s:
-      raise ValueError(f"request id {request.request_id} was submitted before")
-    self._arrival_s[request.request_id] = request.arrival_s
-    heapq.heappush(self._heap, (request.arrival_s, next(self._order), request))
+    request_id, arrival_s = request.request_id, request.arrival_s
+    with self._lock:
+      if request_id in self._used_ids:
+        raise ValueError(f"request id {request_id} was submitted before")
+      self._used_ids.add(request_id)
+      self._arrival_s[request_id] = arrival_s
+      self._push(arrival_s, request)
+      if request.timeout_s is not None:
+        reason = f"timed out after {request.timeout_s} s"
+        self._push(arrival_s + request.timeout_s, _End(request_id=request_id, reason=reason))
+    self.wake()
 
   def cancel(self, request_id: int, at_s: float = 0.0) -> None:
     """Ends a request at `at_s` or at the next turn, but not before it arrives.
 
     One that has ended already, or was never submitted, is left alone.
     """
-    at_s = max(at_s, self._arrival_s.get(request_id, at_s))
-    heapq.heappush(self._heap, (at_s, next(self._order), request_id))
+    with self._lock:
+      if request_id not in self._arrival_s:
+        return
+      at_s = max(at_s, self._arrival_s[request_id])
+      self._push(at_s, _End(request_id=request_id, reason="cancelled"))
+    self.wake()
 
   def close(self) -> None:
     self.is_open = False
+    self.wake()
+
+  # For the loop
+
+  @property
+  def num_left(self) -> int:
+    """Requests that have not ended, arrived or not."""
+    return len(self._arrival_s)
 
   def next_s(self) -> float | None:
-    return self._heap[0][0] if self._heap else None
+    """When something is due next."""
+    with self._lock:
+      while self._heap and not self._counts(self._heap[0][2]):
+        heapq.heappop(self._heap)
+      return self._heap[0][0] if self._heap else None
 
-  def due(self, now_s: float) -> Iterator[Request | int]:
-    """Takes out what is due, a request or the id of one to cancel, in order of time."""
-    while self._heap and self._heap[0][0] <= now_s:
-      yield heapq.heappop(self._heap)[2]
+  def due(self, now_s: float) -> list[Request | _End]:
+    """Takes out what is due, in order of time."""
+    messages = []
+    with self._lock:
+      while self._heap and self._heap[0][0] <= now_s:
+        message = heapq.heappop(self._heap)[2]
+        if self._counts(message):
+          messages.append(message)
+    return messages
+
+  def ended(self, request_id: int) -> None:
+    """Forgets a request that has ended, and what was to end it."""
+    with self._lock:
+      del self._arrival_s[request_id]
+
+  def _push(self, time_s: float, message: Request | _End) -> None:
+    heapq.heappush(self._heap, (time_s, next(self._order), message))
+
+  def _counts(self, message: Request | _End) -> bool:
+    return isinstance(message, Request) or message.request_id in self._arrival_s
 
 
 @dataclasses.dataclass(slots=True)
@@ -85,44 +143,56 @@ def serve(
   *,
   finish_reason: FinishReason = length_or_stop,
   steps_in_flight: int = 1,
+  grace_s: float = GRACE_S,
 ) -> Iterator[Turn]:
-  """Serves until the inbox is closed and empty and all work is done; yields turn by turn.
+  """Serves until the inbox is closed and every request has ended; yields turn by turn.
 
   Appends to `log`. Each turn drains the inbox, starts hand-offs, plans and submits steps, waits for
   the first thing to end, and commits it. `steps_in_flight` 2 plans a pool's next step while one
   runs. With an open inbox and nothing to do it yields empty turns.
 
+  A step or a copy that never ends holds up its requests until they time out or are cancelled
+  (`Request.timeout_s`), and its pages for ever. When all requests have ended, what still runs is
+  waited for `grace_s` at most, so that its pages come back, and then left.
+
   Raises:
     RuntimeError: work is left but no pool can move (a fault in a policy; never silent).
   """
-  return _Loop(cluster, inbox, clock, log, finish_reason, steps_in_flight).turns()
+  return _Loop(cluster, inbox, clock, log, finish_reason, steps_in_flight, grace_s).turns()
 
 
 class _Loop:
-  def __init__(self, cluster, inbox, clock, log, finish_reason, steps_in_flight):
+  def __init__(self, cluster, inbox, clock, log, finish_reason, steps_in_flight, grace_s):
     self.cluster: Cluster = cluster
     self.inbox: Inbox = inbox
     self.clock: Clock = clock
     self.log: EventLog = log
     self.finish_reason: FinishReason = finish_reason
     self.steps_in_flight: int = steps_in_flight
+    self.grace_s: float = grace_s
+    inbox.wake = clock.wake
 
   def turns(self) -> Iterator[Turn]:
+    leave_s = None
     while True:
       turn = Turn(self.clock.now_s())
       self._drain(turn)
       self._hand_off(turn)
-      self._submit()
+      self._submit(turn)
       tickets = [pool.in_flight[0][1] for pool in self.cluster.pools if pool.in_flight]
       tickets += [transfer.ticket for transfer in self.cluster.transfers]
-      next_s = self.inbox.next_s()
-      if not tickets and next_s is None:
-        self._raise_if_stuck()
-        if not self.inbox.is_open:
+      is_open = self.inbox.is_open  # first: what came before it was closed is in it by then
+      until_s = self.inbox.next_s()
+      if until_s is None and self.inbox.num_left:
+        self._raise_if_stuck(tickets)
+      elif until_s is None and not is_open:  # what runs still, nobody waits for
+        leave_s = turn.now_s + self.grace_s if leave_s is None else leave_s
+        if not tickets or turn.now_s >= leave_s:
           if turn.ended or turn.failed:
             yield turn
           return
-      self.clock.wait(tickets, next_s)
+        until_s = leave_s
+      self.clock.wait(tickets, until_s)
       turn.now_s = self.clock.now_s()
       self._commit(turn)
       yield turn
@@ -134,7 +204,7 @@ class _Loop:
       if isinstance(message, Request):
         self._arrive(message, turn)
       else:
-        self._cancel(message, turn)
+        self._end(message.request_id, message.reason, turn)
 
   def _arrive(self, request: Request, turn: Turn) -> None:
     refusal = self.cluster.refusal(request)
@@ -154,22 +224,24 @@ class _Loop:
     else:
       pool.scheduler.add(Sequence(request))
 
-  def _cancel(self, request_id: int, turn: Turn) -> None:
+  def _end(self, request_id: int, reason: str, turn: Turn) -> None:
+    """Ends a request wherever it is. Nothing happens to one that has ended."""
     for transfer in self.cluster.transfers:
       if transfer.seq.request_id == request_id:
-        if not transfer.is_cancelled:
-          transfer.is_cancelled = True  # its pages are busy: freed when the copy ends
-          self._fail(request_id, transfer.target, "cancelled", turn)
+        if transfer.seq.state is not State.ENDED:  # its pages are busy: freed when the copy ends
+          transfer.seq.enter(State.ENDED)
+          self._fail(request_id, transfer.target, reason, turn)
         return
     for pool in self.cluster.pools:
       if pool.scheduler.drop(request_id) is not None:
         outbox = self.cluster.outbox
         for waiting in [item for item in outbox if item[1].request_id == request_id]:
           outbox.remove(waiting)
-        self._fail(request_id, pool, "cancelled", turn)
+        self._fail(request_id, pool, reason, turn)
         return
 
   def _fail(self, request_id: int, pool: Pool | None, reason: str, turn: Turn) -> None:
+    self.inbox.ended(request_id)
     self.log.append(
       Failed(time_s=turn.now_s, request_id=request_id, pool=pool and pool.name, reason=reason)
     )
@@ -185,6 +257,7 @@ class _Loop:
       if reserved is None:
         return  # in order: the first in the outbox is the first to go
       outbox.popleft()
+      seq.enter(State.MOVING)
       target, row = reserved
       sampling, num_tokens = seq.request.sampling, seq.num_computed_tokens
       looks_back = sampling.repetition_penalty != 1
@@ -207,20 +280,23 @@ class _Loop:
         ticket = _NotStarted(error, turn.now_s)
       self.cluster.transfers.append(Transfer(seq, source, target, row, handle, ticket, turn.now_s))
 
-  def _submit(self) -> None:
+  def _submit(self, turn: Turn) -> None:
     for pool in self.cluster.pools:
       while len(pool.in_flight) < self.steps_in_flight:
-        plan = pool.scheduler.next_step(self.clock.now_s())
+        now_s = self.clock.now_s()
+        plan = pool.scheduler.next_step(now_s)
         if plan is None:
           break
-        now_s = self.clock.now_s()
+        for request_id in plan.preempted:
+          self.log.append(Preempted(time_s=now_s, request_id=request_id, pool=pool.name))
         try:
           ticket = pool.executor.submit(plan, now_s)
         except Exception as error:
+          if pool.executor.recover():
+            self._lose_cache(pool, turn, plan, error)
+            continue
           ticket = _NotStarted(error, now_s)
         pool.in_flight.append((plan, ticket, now_s))
-        for request_id in plan.preempted:
-          self.log.append(Preempted(time_s=now_s, request_id=request_id, pool=pool.name))
 
   # Results back --------------------------------------------------------------------------------
 
@@ -229,7 +305,6 @@ class _Loop:
       while pool.in_flight and _has_ended(pool.in_flight[0][1], turn.now_s):
         self._commit_step(pool, turn)
     for transfer in [t for t in self.cluster.transfers if _has_ended(t.ticket, turn.now_s)]:
-      self.cluster.transfers.remove(transfer)
       self._commit_transfer(transfer, turn)
 
   def _commit_step(self, pool: Pool, turn: Turn) -> None:
@@ -237,28 +312,40 @@ class _Loop:
     try:
       result = ticket.result()
     except Exception as error:  # the device's failure: its requests fail, the service goes on
-      outcome = pool.scheduler.abort(plan, f"step failed: {error!r}")
-    else:
-      outcome = pool.scheduler.commit(plan, result, self.finish_reason)
-    start_s = max(submit_s, pool.last_end_s)
-    end_s = min(max(start_s, self.clock.end_s(ticket)), turn.now_s)
-    self.log.append(_step_event(pool, plan, outcome, start_s, end_s))
-    pool.last_end_s = end_s
+      self._log_step(pool, plan, ticket, submit_s, Outcome(), turn)
+      if pool.executor.recover():
+        self._lose_cache(pool, turn, plan, error)
+      else:
+        self._fail_all(pool, pool.scheduler.abort(plan, _step_failed(error)), turn)
+      return
+    outcome = pool.scheduler.commit(plan, result, self.finish_reason)
+    self._log_step(pool, plan, ticket, submit_s, outcome, turn)
     for seq, token_id in outcome.emitted:
       turn.tokens.append((seq.request_id, token_id))
       turn.sequences[seq.request_id] = seq
-    for seq, reason in outcome.failed:
-      self._fail(seq.request_id, pool, reason, turn)
+    self._fail_all(pool, outcome, turn)
     for seq, reason in outcome.finished:
+      self.inbox.ended(seq.request_id)
       turn.ended.append((seq.request_id, reason))
       self.log.append(
-        Finished(time_s=end_s, request_id=seq.request_id, pool=pool.name, reason=reason)
+        Finished(time_s=pool.last_end_s, request_id=seq.request_id, pool=pool.name, reason=reason)
       )
     if pool.role == "prefill":
       for seq, _ in outcome.emitted:
-        if seq.request_id in pool.scheduler.running:  # neither finished nor failed
+        if seq.state is not State.ENDED:
           pool.scheduler.detach(seq)
           self.cluster.outbox.append((pool, seq))
+
+  def _fail_all(self, pool: Pool, outcome: Outcome, turn: Turn) -> None:
+    for seq, reason in outcome.failed:
+      self._fail(seq.request_id, pool, reason, turn)
+
+  def _log_step(
+    self, pool: Pool, plan: StepPlan, ticket: Ticket, submit_s: float, outcome: Outcome, turn: Turn
+  ) -> None:
+    start_s = max(submit_s, pool.last_end_s)
+    pool.last_end_s = min(max(start_s, self.clock.end_s(ticket)), turn.now_s)
+    self.log.append(_step_event(pool, plan, outcome, start_s, pool.last_end_s))
 
   def _commit_transfer(self, transfer: Transfer, turn: Turn) -> None:
     seq, source, target = transfer.seq, transfer.source, transfer.target
@@ -267,36 +354,79 @@ class _Loop:
       transfer.ticket.result()
     except Exception as raised:  # a failed copy is never used; the request fails alone
       error = raised
-    source.scheduler.drop(seq.request_id)  # frees the source pages, exactly once
+      for pool in (source, target):
+        if pool.executor.recover():
+          self._lose_cache(pool, turn)
+    self.cluster.transfers.remove(transfer)
     source.executor.drop(transfer.handle)
-    if transfer.is_cancelled or error is not None:
+    is_moved = error is None and not transfer.is_target_lost and seq.state is State.MOVING
+    if not is_moved:
       target.scheduler.give_back(transfer.target_row)
-      if not transfer.is_cancelled:
-        self._fail(seq.request_id, target, f"hand-off failed: {error!r}", turn)
-      return
-    self.log.append(
-      Copied(
-        request_id=seq.request_id,
-        source=source.name,
-        target=target.name,
-        start_s=transfer.start_s,
-        end_s=turn.now_s,
-        num_tokens=transfer.handle.num_tokens,
-        num_bytes=transfer.handle.num_bytes,
+    if is_moved or seq.state is State.ENDED:
+      source.scheduler.release(seq)  # the source pages, exactly once
+    elif transfer.is_source_lost:
+      source.scheduler.unseat(seq)
+      self._recompute(source, [seq], turn)
+    elif error is None:  # only the copy is lost: again
+      seq.enter(State.READY)
+      self.cluster.outbox.appendleft((source, seq))
+    else:
+      source.scheduler.drop(seq.request_id)
+      self._fail(seq.request_id, target, f"hand-off failed: {error!r}", turn)
+    if is_moved:
+      self.log.append(
+        Copied(
+          request_id=seq.request_id,
+          source=source.name,
+          target=target.name,
+          start_s=transfer.start_s,
+          end_s=turn.now_s,
+          num_tokens=transfer.handle.num_tokens,
+          num_bytes=transfer.handle.num_bytes,
+        )
       )
-    )
-    target.scheduler.adopt(seq, transfer.target_row)
+      target.scheduler.adopt(seq, transfer.target_row)
 
-  def _raise_if_stuck(self) -> None:
+  # A cache is lost -----------------------------------------------------------------------------
+
+  def _lose_cache(
+    self, pool: Pool, turn: Turn, plan: StepPlan | None = None, error: Exception | None = None
+  ) -> None:
+    """Computes again what a pool held; fails the requests of the step `plan` that broke it."""
+    outcome = pool.scheduler.lose_cache(plan, _step_failed(error))
+    while pool.in_flight:
+      self._log_step(pool, *pool.in_flight.popleft(), Outcome(), turn)
+    for transfer in self.cluster.transfers:  # what was gathered may still arrive
+      transfer.is_source_lost |= transfer.source is pool
+      transfer.is_target_lost |= transfer.target is pool
+    ready = [item for item in self.cluster.outbox if item[0] is not pool]
+    self.cluster.outbox = collections.deque(ready)
+    self._fail_all(pool, outcome, turn)
+    self._recompute(pool, outcome.preempted, turn)
+
+  def _recompute(self, pool: Pool, sequences: Seq[Sequence], turn: Turn) -> None:
+    """Queues preempted sequences, oldest first, where their prompt can be computed again."""
+    for seq in reversed(sequences):  # each goes to the front
+      entry = self.cluster.route(seq.request) if pool.role == "decode" else pool
+      refusal = entry.scheduler.refusal(seq.request, len(seq.output_ids))
+      if refusal is None:
+        self.log.append(Preempted(time_s=turn.now_s, request_id=seq.request_id, pool=pool.name))
+        entry.scheduler.add(seq)
+      else:
+        seq.enter(State.ENDED)
+        self._fail(seq.request_id, pool, f"its K and V are lost for good: {refusal}", turn)
+
+  def _raise_if_stuck(self, tickets: Iterable[Ticket]) -> None:
+    if any(ticket.finish_s != math.inf for ticket in tickets):
+      return
     stuck = {
       pool.name: f"{len(pool.scheduler.waiting)} waiting, {len(pool.scheduler.running)} running"
       for pool in self.cluster.pools
-      if pool.scheduler.waiting or pool.scheduler.running
     }
-    if stuck or self.cluster.outbox:
-      raise RuntimeError(
-        f"no pool can move: {stuck}, {len(self.cluster.outbox)} waiting for hand-off"
-      )
+    raise RuntimeError(
+      f"no pool can move: {stuck}, {len(self.cluster.outbox)} waiting for hand-off, "
+      f"{len(self.cluster.transfers)} copies that never end"
+    )
 
 
 class _NotStarted:
@@ -312,7 +442,11 @@ class _NotStarted:
     raise self._error
 
 
-def _has_ended(ticket, now_s: float) -> bool:
+def _step_failed(error: Exception | None) -> str:
+  return f"step failed: {error!r}"
+
+
+def _has_ended(ticket: Ticket, now_s: float) -> bool:
   return ticket.is_ready() if ticket.finish_s is None else ticket.finish_s <= now_s
 
 

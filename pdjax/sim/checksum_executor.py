@@ -43,6 +43,7 @@ class ChecksumExecutor(SimExecutor):
     self._values = [[0] * page_size for _ in range(num_pages)]
     self._table: dict[tuple[int, int], int] = {}  # (row, index) -> page
     self._last_token: dict[int, int] = {}  # by row
+    self._swapped: dict[int, list[tuple[list[int], list[int]]]] = {}  # request id -> its pages
     self._copies: list[tuple[float, Handle, int, tuple[int, ...]]] = []  # not yet landed
 
   def submit(self, plan: StepPlan, now_s: float) -> SimTicket:
@@ -53,6 +54,7 @@ class ChecksumExecutor(SimExecutor):
       KeyError: a row whose page table or last token was never set.
     """
     self._land(now_s)
+    self._swap(plan)
     updates = plan.page_updates
     for row, index, page in zip(updates.rows, updates.indices, updates.page_ids, strict=True):
       self._table[row, index] = page
@@ -95,6 +97,17 @@ class ChecksumExecutor(SimExecutor):
     ticket = super().import_(handle, row=row, page_ids=page_ids, now_s=now_s)
     self._copies.append((ticket.finish_s, handle, row, page_ids))
     return ticket
+
+  def _swap(self, plan: StepPlan) -> None:
+    for swap in plan.swap_outs:
+      pages = swap.page_ids
+      self._swapped[swap.request_id] = [(self._keys[p][:], self._values[p][:]) for p in pages]
+    for swap in plan.swap_ins:
+      swapped = self._swapped.pop(swap.request_id)
+      for page, (keys, values) in zip(swap.page_ids, swapped, strict=True):
+        self._keys[page][:], self._values[page][:] = keys, values
+    for request_id in plan.swap_drops:
+      del self._swapped[request_id]
 
   def _land(self, now_s: float) -> None:
     landed = [copy for copy in self._copies if copy[0] <= now_s]

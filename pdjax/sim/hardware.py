@@ -109,6 +109,10 @@ class Link:
     return self.latency_s + num_bytes / self.bytes_per_s
 
 
+PCIE_4 = Link(name="pcie4", latency_s=10e-6, bytes_per_s=32e9)
+"""PCIe 4.0 x16 by its data sheet: an A100's way to its host's memory."""
+
+
 def parse_link(text: str, *, latency_s: float = 50e-6) -> Link:
   """The link of so many gigabits per second, as in `10gbps`.
 

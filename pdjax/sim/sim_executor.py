@@ -9,7 +9,7 @@ from typing import Any
 from pdjax.core.clock import to_ticks
 from pdjax.core.plan import StepPlan, StepResult
 from pdjax.serving.executor import Handle
-from pdjax.sim.hardware import Link
+from pdjax.sim.hardware import PCIE_4, Link
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +30,22 @@ class SimExecutor:
   """One pool's device. Keeps when its last step ends; steps queue, copies run beside them.
 
   `step_s` is the latency model, `link` the way in from other pools: one copy after another. A copy
-  of n tokens moves n * `kv_bytes_per_token` bytes.
+  of n tokens moves n * `kv_bytes_per_token` bytes. A step waits for the swaps before it, which go
+  over `host_link`.
   """
 
   vocab_size: int | None = None
 
-  def __init__(self, *, step_s: Callable[[StepPlan], float], link: Link, kv_bytes_per_token: int):
+  def __init__(
+    self,
+    *,
+    step_s: Callable[[StepPlan], float],
+    link: Link,
+    kv_bytes_per_token: int,
+    host_link: Link = PCIE_4,
+  ):
     self._step_s = step_s
-    self._link = link
+    self._link, self._host_link = link, host_link
     self._kv_bytes_per_token = kv_bytes_per_token
     self._busy_until_s = 0.0
     self._link_busy_until_s = 0.0
@@ -60,7 +68,13 @@ class SimExecutor:
   def drop(self, handle: Handle) -> None:
     pass  # nothing was kept
 
+  def recover(self) -> bool:
+    return False
+
   def _step_end_s(self, plan: StepPlan, now_s: float) -> float:
     start_s = max(now_s, self._busy_until_s)
-    self._busy_until_s = to_ticks(start_s + self._step_s(plan))
+    swap_s = 0.0
+    if plan.num_swapped_tokens:
+      swap_s = self._host_link.copy_s(plan.num_swapped_tokens * self._kv_bytes_per_token)
+    self._busy_until_s = to_ticks(start_s + swap_s + self._step_s(plan))
     return self._busy_until_s

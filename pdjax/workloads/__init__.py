@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from pdjax.core.clock import to_ticks
 from pdjax.core.request import Request, SamplingParams
+from pdjax.workloads.traces import Blocks
 
 
 def make_requests(
@@ -14,11 +15,13 @@ def make_requests(
   lengths: Sequence[tuple[int, int]],
   prompts: Sequence[tuple[int, ...]] | None,
   sampling: SamplingParams,
+  blocks: Blocks | None = None,
 ) -> tuple[Request, ...]:
   """Requests 0, 1, ... in order of arrival, each with its own `max_tokens` from `lengths`.
 
   `lengths` are (prompt tokens, output tokens). `prompts` None leaves the prompts unsaid, which is
-  enough for a simulation. `sampling` gives everything but `max_tokens`.
+  enough for a simulation; `blocks` then say what they have in common.
+  `sampling` gives everything but `max_tokens`.
 
   Raises:
     ValueError: columns of different length, arrivals going back in time, or a request that is no
@@ -27,6 +30,8 @@ def make_requests(
   counts = {"arrivals_s": len(arrivals_s), "lengths": len(lengths)}
   if prompts is not None:
     counts["prompts"] = len(prompts)
+  if blocks is not None:
+    counts["blocks.ids"] = len(blocks.ids)
   if len(set(counts.values())) > 1:
     listed = ", ".join(f"{n} {name}" for name, n in counts.items())
     raise ValueError(f"one of each per request, but there are {listed}")
@@ -43,6 +48,8 @@ def make_requests(
         arrival_s=to_ticks(arrival_s),
         num_prompt_tokens=prompt_tokens,
         prompt_ids=None if prompts is None else tuple(prompts[i]),
+        prefix_hashes=None if blocks is None else blocks.ids[i],
+        prefix_block_tokens=None if blocks is None else blocks.num_tokens,
         sampling=dataclasses.replace(sampling, max_tokens=output_tokens),
       )
     )

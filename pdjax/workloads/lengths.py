@@ -1,14 +1,17 @@
 """How long requests are.
 
 Each family has `pairs(n, rng)`: n times (prompt tokens, output tokens), all at least 1, and
-`longest`, a bound on both. Prompt and output are drawn independently.
+`longest`: no prompt is longer than its prompt and no request than both together. Prompt and output
+are drawn independently.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,6 +21,13 @@ _Z90 = 1.2815515655446004  # 90th percentile of the standard normal distribution
 class Lengths(NamedTuple):
   prompt_tokens: int
   output_tokens: int
+
+
+class LengthFamily(Protocol):
+  @property
+  def longest(self) -> Lengths: ...
+
+  def pairs(self, n: int, rng: np.random.Generator) -> list[Lengths]: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +141,124 @@ class Mix:
     return [Lengths(*pair) for pair in zip(prompts, outputs)]
 
 
-LENGTHS = {"fixed": Fixed, "uniform": Uniform, "lognormal": LogNormal, "mix": Mix}
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Quantiles:
+  """Each length through published quantiles, its logarithm linear in the share between them.
+
+  Points are (share of the requests, length), from the shortest at 0 to the longest at 1. A request
+  of more than `max_total_tokens` is shrunk to it, prompt and output in proportion, as Sarathi's
+  generator does, which moves the upper quantiles of both.
+
+  Raises:
+    ValueError: points that do not rise from share 0 to share 1 and from length 1, or a total of
+      less than a token each.
+  """
+
+  prompt_tokens: tuple[tuple[float, int], ...]  # share, length
+  output_tokens: tuple[tuple[float, int], ...]
+  max_total_tokens: int | None = None
+
+  def __post_init__(self):
+    for name in ("prompt_tokens", "output_tokens"):
+      points = getattr(self, name)
+      shares, lengths = [share for share, _ in points], [length for _, length in points]
+      if shares[:1] + shares[-1:] != [0, 1] or any(a >= b for a, b in itertools.pairwise(shares)):
+        raise ValueError(f"{name}={points} must be (share, length) with shares rising from 0 to 1")
+      if lengths != sorted(lengths) or lengths[0] < 1:
+        raise ValueError(f"{name}={points} must be (share, length) with lengths rising from 1 up")
+    if self.max_total_tokens is not None and self.max_total_tokens < 2:
+      raise ValueError(f"max_total_tokens={self.max_total_tokens} must be at least 2")
+
+  @property
+  def longest(self) -> Lengths:
+    prompt, output = self.prompt_tokens[-1][1], self.output_tokens[-1][1]
+    total = min(prompt + output, self.max_total_tokens or math.inf)
+    prompt = min(prompt, total - 1)
+    return Lengths(prompt, total - prompt)
+
+  def pairs(self, n: int, rng: np.random.Generator) -> list[Lengths]:
+    columns = []
+    for points in (self.prompt_tokens, self.output_tokens):
+      shares, lengths = zip(*points)
+      draws = np.exp(np.interp(rng.random(n), shares, np.log(lengths)))
+      columns.append(np.rint(draws).astype(int).tolist())
+    return [self._within_total(*pair) for pair in zip(*columns)]
+
+  def _within_total(self, prompt: int, output: int) -> Lengths:
+    most, total = self.max_total_tokens, prompt + output
+    if most is None or total <= most:
+      return Lengths(prompt, output)
+    output = min(max(1, output * most // total), most - 1)
+    return Lengths(min(max(1, prompt * most // total), most - output), output)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+  """Recorded pairs in random order, each once before any comes twice.
+
+  Raises:
+    ValueError: no pairs.
+  """
+
+  recorded: tuple[Lengths, ...]
+
+  def __post_init__(self):
+    if not self.recorded:
+      raise ValueError("recorded=() must hold at least one pair")
+
+  @property
+  def longest(self) -> Lengths:
+    return longest_of(self.recorded)
+
+  def pairs(self, n: int, rng: np.random.Generator) -> list[Lengths]:
+    order: list[int] = []
+    while len(order) < n:
+      order += rng.permutation(len(self.recorded)).tolist()
+    return [self.recorded[i] for i in order[:n]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Scaled:
+  """The lengths of another family divided by `scale`, for a small model.
+
+  Raises:
+    ValueError: a scale below 1.
+  """
+
+  lengths: LengthFamily
+  scale: int
+
+  def __post_init__(self):
+    _check_rising("scale", (self.scale,))
+
+  @property
+  def longest(self) -> Lengths:
+    prompt = -(-self.lengths.longest.prompt_tokens // self.scale)
+    # Prompts are rounded up and outputs to the nearest: together less than two tokens.
+    return Lengths(prompt, sum(self.lengths.longest) // self.scale + 2 - prompt)
+
+  def pairs(self, n: int, rng: np.random.Generator) -> list[Lengths]:
+    return [scaled(pair, self.scale) for pair in self.lengths.pairs(n, rng)]
+
+
+def scaled(lengths: Lengths, scale: int) -> Lengths:
+  """A prompt rounded up, so that it fills as many blocks of a `scale`-th; an output at least 1."""
+  return Lengths(-(-lengths.prompt_tokens // scale), max(1, round(lengths.output_tokens / scale)))
+
+
+def longest_of(recorded: Sequence[Lengths]) -> Lengths:
+  """The longest prompt, and what the longest request, perhaps another, leaves beside it."""
+  prompt = max(pair.prompt_tokens for pair in recorded)
+  return Lengths(prompt, max(map(sum, recorded)) - prompt)
+
+
+LENGTHS = {
+  "fixed": Fixed,
+  "uniform": Uniform,
+  "lognormal": LogNormal,
+  "mix": Mix,
+  "quantiles": Quantiles,
+}
 
 
 def _uniform(bounds: tuple[int, int], n: int, rng: np.random.Generator) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import platform
 import re
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pdjax.tokenizer import ByteTokenizer, Tokenizer
+from pdjax.workloads.traces import Blocks
 
 _CHARS_PER_TOKEN = 4  # a first guess of how much to encode; too little is noticed and doubled
 _SHARED_TOKENS = 16  # the smallest page: shorter common beginnings are no use to a prefix cache
@@ -67,6 +69,57 @@ def text_prompts(
         raise ValueError(f"prompt {i}: {_TRIES} draws gave only beginnings of earlier prompts")
     seen.add(body[:_SHARED_TOKENS])
     prompts.append(before + body + after if in_template else body)
+  return prompts
+
+
+def block_prompts(
+  tokenizer: Tokenizer | ByteTokenizer,
+  lengths: Sequence[tuple[int, int]],
+  blocks: Blocks,
+  seed: int,
+) -> list[tuple[int, ...]]:
+  """Prompts with the prefixes in common that a trace recorded: equal block ids give equal tokens.
+
+  The text of a block depends on (`seed`, id) alone, drawn again while an earlier id has the same
+  first page; only blocks shorter than a page may coincide. There is no chat template: it would
+  shift every block.
+
+  Raises:
+    ValueError: another number of ids than of blocks in a prompt, or no text left that is new.
+  """
+  block_tokens = blocks.num_tokens
+  stream = tokenizer.encode(corpus_text())
+  stream_tokens = len(stream)
+  stream *= 1 + -(-block_tokens // stream_tokens)  # so that it goes round at its end
+  # A block begins in one place and goes on in another. Windows of one place would be too few: a
+  # trace has more ids than the corpus has tokens.
+  head = min(_SHARED_TOKENS, block_tokens) // 2
+  texts: dict[int, tuple[int, ...]] = {}
+  seen: set[tuple[int, ...]] = set()
+
+  def text(block_id: int) -> tuple[int, ...]:
+    if block_id in texts:
+      return texts[block_id]
+    rng = np.random.default_rng((seed, block_id))
+    for _ in range(_TRIES):
+      first, second = rng.integers(stream_tokens, size=2).tolist()
+      tokens = stream[first : first + head] + stream[second : second + block_tokens - head]
+      if tokens[:_SHARED_TOKENS] not in seen:
+        break
+    else:
+      if block_tokens >= _SHARED_TOKENS:
+        raise ValueError(f"block {block_id}: {_TRIES} draws gave only beginnings of other blocks")
+    seen.add(tokens[:_SHARED_TOKENS])
+    texts[block_id] = tokens
+    return tokens
+
+  prompts = []
+  for i, ((num_tokens, _), ids) in enumerate(zip(lengths, blocks.ids, strict=True)):
+    if len(ids) != -(-num_tokens // block_tokens):
+      raise ValueError(
+        f"prompt {i}: {len(ids)} block ids for {num_tokens} tokens in blocks of {block_tokens}"
+      )
+    prompts.append(tuple(itertools.chain.from_iterable(map(text, ids)))[:num_tokens])
   return prompts
 
 

@@ -11,7 +11,7 @@ from pdjax.core.clock import VirtualClock
 from pdjax.core.events import EventLog, Finished
 from pdjax.core.request import SamplingParams
 from pdjax.scheduling.pages import PageConfig
-from pdjax.scheduling.policies import POLICIES
+from pdjax.scheduling.policies import POLICIES, make_policy
 from pdjax.scheduling.scheduler import Scheduler, SchedulerConfig
 from pdjax.serving.cluster import Cluster, Pool
 from pdjax.serving.loop import Inbox, serve
@@ -112,8 +112,9 @@ def serve_far_above_capacity(strategy: str) -> tuple[float, float]:
   pools = []
   for spec in STRATEGIES[strategy](2):
     limits = SchedulerConfig(
-      token_budget=128 if spec.takes_whole_prompts else 32,
-      chunk_prompts=not spec.takes_whole_prompts,
+      token_budget=32 if POLICIES[spec.policy].chunks else 128,
+      chunk_prompts=POLICIES[spec.policy].chunks,
+      reservation=POLICIES[spec.policy].reservation,
       decodes=spec.role != "prefill",
     )
     executor = SimExecutor(
@@ -121,7 +122,7 @@ def serve_far_above_capacity(strategy: str) -> tuple[float, float]:
       link=Link(name="fast", latency_s=0.0, bytes_per_s=1e15),
       kv_bytes_per_token=1,
     )
-    scheduler = Scheduler(POLICIES[spec.policy], PAGES, limits)
+    scheduler = Scheduler(make_policy(spec.policy), PAGES, limits)
     pools.append(Pool(spec.name, spec.role, scheduler, executor))
   log = EventLog()
   for _ in serve(Cluster(pools), Inbox(requests), VirtualClock(), log):
@@ -135,5 +136,6 @@ def serve_far_above_capacity(strategy: str) -> tuple[float, float]:
 def test_no_strategy_serves_more_than_the_capacity(strategy):
   achieved, capacity = serve_far_above_capacity(strategy)
   assert achieved <= capacity
-  if strategy != "disaggregated":  # whose devices cannot help each other
+  # Devices of two roles cannot help each other, and batches of whole requests leave rows idle.
+  if strategy not in ("disaggregated", "faster_transformer"):
     assert achieved > 0.85 * capacity, "the bound is not tight"

@@ -62,6 +62,18 @@ def make_request(**changes):
     ({"num_prompt_tokens": 0}, "request 3: empty prompt (num_prompt_tokens=0)"),
     ({"prompt_ids": (1, 2, 3)}, "request 3: 3 prompt_ids but num_prompt_tokens=2"),
     ({"prompt_ids": ()}, "request 3: 0 prompt_ids but num_prompt_tokens=2"),
+    (
+      {"prefix_hashes": (1,), "prefix_block_tokens": 1},
+      "request 3: 1 prefix_hashes, but num_prompt_tokens=2 are 2 blocks of 1",
+    ),
+    (
+      {"prefix_hashes": (1, 1), "prefix_block_tokens": 0},
+      "request 3: prefix_block_tokens=0 must be at least 1",
+    ),
+    (
+      {"prefix_hashes": (1, 1)},
+      "request 3: prefix_hashes=(1, 1) goes with prefix_block_tokens=None: both or neither",
+    ),
     ({"arrival_s": -1.0}, "request 3: arrival_s=-1.0 must be 0 or later"),
     ({"arrival_s": float("nan")}, "request 3: arrival_s=nan must be 0 or later"),
   ],
@@ -80,13 +92,13 @@ def test_the_last_output_token_needs_no_slot():
 def test_a_prompt_of_one_token_that_is_not_computed_yet_is_no_decode():
   seq = Sequence(make_request(num_prompt_tokens=1))
   assert not seq.is_decoding and seq.num_unscheduled_tokens == 1
-  seq.num_scheduled_tokens, seq.num_pending_tokens = 1, 1
+  seq.num_scheduled_tokens = 1
   assert seq.is_decoding and seq.num_unscheduled_tokens == 1
 
 
 def test_nothing_is_left_to_schedule_while_the_last_token_is_in_flight():
   seq = Sequence(make_request(sampling=SamplingParams(max_tokens=1)))
-  seq.num_scheduled_tokens, seq.num_pending_tokens = 2, 1
+  seq.num_scheduled_tokens = 2
   assert seq.num_unscheduled_tokens == 0
 
 
@@ -118,7 +130,7 @@ def test_a_cut_keeps_ids_and_logprobs_alike():
 def test_a_lost_row_makes_everything_known_prefill_again():
   seq = Sequence(make_request())
   seq.output_ids += [20]
-  seq.row, seq.num_computed_tokens, seq.num_scheduled_tokens, seq.num_pending_tokens = 1, 2, 3, 1
+  seq.row, seq.num_computed_tokens, seq.num_scheduled_tokens = 1, 2, 3
   assert seq.is_decoding and seq.num_tokens == 4
   seq.lose_row()
   assert (seq.row, seq.generation, seq.num_tokens) == (None, 1, 3)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import random
 import warnings
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 from virtual import run
@@ -19,7 +21,7 @@ from pdjax.engine.jax_executor import JaxExecutor
 from pdjax.engine.steps import Steps
 from pdjax.models.model import Model
 from pdjax.scheduling.pages import PageConfig
-from pdjax.scheduling.policies import POLICIES
+from pdjax.scheduling.policies import POLICIES, make_policy
 from pdjax.scheduling.scheduler import Scheduler, SchedulerConfig
 from pdjax.serving.cluster import Cluster, Pool
 
@@ -49,29 +51,38 @@ def build(model: Model, layout: str, buckets: Buckets, groups, pages: PageConfig
   executors = build_executors(model, pages, buckets, groups, layout=layout)
   with warnings.catch_warnings():
     warnings.filterwarnings("error", message=".*donated.*")
-    for _ in warm_up(executors, [{"mixed", "prefill"}, {"decode"}][: len(executors)]):
+    for _ in warm_up(executors, [{"mixed", "prefill", "swap"}, {"decode"}][: len(executors)]):
       pass
   return Engine(executors=executors, steps=executors[0].steps, pages=pages, buckets=buckets)
 
 
 def make_cluster(
-  engine: Engine, strategy: str, *, budget: int = 16, num_pages: int | None = None, shuffle=None
+  engine: Engine,
+  strategy: str,
+  *,
+  budget: int = 16,
+  num_pages: int | None = None,
+  shuffle=None,
+  limits: Mapping[str, Any] | None = None,
 ) -> Cluster:
   """The pools of a strategy: one mixed pool, or a prefill and a decode pool.
 
-  `num_pages` lets the scheduler use only so many; `shuffle` is the seed that orders free pages.
+  `num_pages` lets the scheduler use only so many; `shuffle` is the seed that orders free pages;
+  `limits` are more of the scheduler's.
   """
   pages = dataclasses.replace(engine.pages, num_pages=num_pages or engine.pages.num_pages)
   pools = []
   for spec in STRATEGIES[strategy](2 if strategy == "disaggregated" else 1):
     executor = engine.executors[spec.role == "decode"]
     executor.reset()
-    limits = SchedulerConfig(
-      token_budget=engine.pages.capacity_tokens if spec.takes_whole_prompts else budget,
-      chunk_prompts=not spec.takes_whole_prompts,
+    policy = POLICIES[spec.policy]
+    config = SchedulerConfig(
+      token_budget=budget if policy.chunks else engine.pages.capacity_tokens,
+      chunk_prompts=policy.chunks,
       decodes=spec.role != "prefill",
+      **({"reservation": policy.reservation} | dict(limits or {})),
     )
-    scheduler = Scheduler(POLICIES[spec.policy], pages, limits)
+    scheduler = Scheduler(make_policy(spec.policy), pages, config)
     if shuffle is not None and not pages.contiguous:
       random.Random(shuffle).shuffle(scheduler.pages._free_pages)
     pools.append(Pool(spec.name, spec.role, scheduler, executor))

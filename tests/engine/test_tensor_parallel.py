@@ -14,7 +14,7 @@ from pdjax.engine.buckets import Buckets
 from pdjax.engine.build import build_executors
 from pdjax.models.transformer import from_arrays, random_arrays
 from pdjax.scheduling.pages import PageConfig
-from pdjax.scheduling.policies import POLICIES
+from pdjax.scheduling.policies import make_policy
 from pdjax.scheduling.probe import probe_plan
 from pdjax.scheduling.scheduler import Scheduler, SchedulerConfig
 from pdjax.serving.cluster import Cluster, Pool
@@ -50,7 +50,7 @@ def tokens(executors, roles, policies, vocab_size):
       decodes=role != "prefill",
     )
     executor.reset()
-    scheduler = Scheduler(POLICIES[policy], executor._pages, limits)
+    scheduler = Scheduler(make_policy(policy), executor._pages, limits)
     pools.append(Pool(f"{role}{len(pools)}", role, scheduler, executor))
   requests = [request(i, p, max_tokens=10) for i, p in enumerate(prompts(vocab_size))]
   return tokens_of(serve_all(Cluster(pools), requests))

@@ -41,6 +41,10 @@ def start(program: str, *argv: str, cwd, env) -> subprocess.CompletedProcess:
 TRACE = "arrival_s,prompt_tokens,output_tokens\n"
 FILES = {
   "bad.csv": TRACE + "0.0,10,5\n0.5,ten,5\n",
+  "lengths.csv": "num_prefill_tokens,num_decode_tokens\n8,4\n",
+  "blocks.jsonl": '{"timestamp":0,"input_length":9,"output_length":1,"hash_ids":[0,1]}\n',
+  "ticks.jsonl": '{"timestamp":3000,"input_length":9,"output_length":1,"hash_ids":[0]}\n',
+  "no_trace.csv": "a,b\n1,2\n",
   "long.csv": TRACE + "0.0,10,5\n0.5,100,5\n",
   "empty.csv": TRACE,
   "no_function.py": "x = 1\n",
@@ -150,6 +154,52 @@ CASES = {
     ["bad.csv:3", "prompt_tokens='ten'", "whole number"],
   ),
   "trace without rows": ("compare", ["--trace=empty.csv"], ["empty.csv", "no rows"]),
+  "trace of no known kind": (
+    "compare",
+    ["--trace=no_trace.csv"],
+    ["no_trace.csv:1", "no trace of a known kind", "TIMESTAMP,ContextTokens", "found: a, b"],
+  ),
+  "trace with other blocks": (
+    "compare",
+    ["--trace=blocks.jsonl"],
+    ["blocks.jsonl:1", "2 hash_ids", "input_length=9 are 1 blocks of 512"],
+  ),
+  "a scale that breaks the blocks": (
+    "run",
+    ["--trace=ticks.jsonl", "--set", "workload.length_scale=10"],
+    ["ticks.jsonl: length_scale=10 must divide the blocks of 512"],
+  ),
+  "nothing within the limit": (
+    "run",
+    ["--trace=ticks.jsonl", "--set", "workload.trace_limit_s=2"],
+    ["ticks.jsonl: the first request arrives at 3.0 s, not in 2.0"],
+  ),
+  "arrivals to spread that are not there": (
+    "run",
+    ["--trace=lengths.csv", "--set", "workload.trace_spread_s=3"],
+    ["lengths.csv: workload.trace_spread_s=3.0 needs arrivals", "lengths only"],
+  ),
+  "a trace's option without a trace": (
+    "run",
+    ["--set", "workload.trace_speed=2"],
+    ["workload.trace_speed=2.0 needs --trace=FILE"],
+  ),
+  "speed 0": (
+    "run",
+    ["--trace=ticks.jsonl", "--set", "workload.trace_speed=0"],
+    ["workload.trace_speed=0.0", "positive"],
+  ),
+  "scale 0": (
+    "run",
+    ["--set", "workload.length_scale=0"],
+    ["workload.length_scale=0", "at least 1"],
+  ),
+  "workload": ("run", ["--workload=sharegtp"], ["'sharegtp'", "did you mean sharegpt"]),
+  "workload and trace": (
+    "run",
+    ["--workload=arxiv", "--trace=ticks.jsonl"],
+    ["--trace=ticks.jsonl and --workload=arxiv", "one of them"],
+  ),
   "trace too long for the cache": (
     "compare",
     ["--model=tiny", "--trace=long.csv", "--set", "cache.max_len=96"],

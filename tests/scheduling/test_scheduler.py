@@ -17,8 +17,7 @@ from pdjax.core.plan import StepResult
 from pdjax.core.request import Request, SamplingParams
 from pdjax.core.sequence import Sequence
 from pdjax.scheduling.pages import PageConfig
-from pdjax.scheduling.policies import POLICIES
-from pdjax.scheduling.policies.sarathi import sarathi
+from pdjax.scheduling.policies import make_policy
 from pdjax.scheduling.scheduler import Scheduler, SchedulerConfig
 from pdjax.serving.cluster import Cluster
 from pdjax.serving.loop import Inbox
@@ -58,7 +57,7 @@ def token_by_token(step):
       break
 
 
-MIXED = {name: POLICIES[name] for name in ("prefill_first", "sarathi")} | {
+MIXED = {name: make_policy(name) for name in ("prefill_first", "sarathi")} | {
   "newest_first": newest_first,
   "admits_first": admits_first,
   "token_by_token": token_by_token,
@@ -343,7 +342,7 @@ def test_two_requests_that_only_fit_singly_both_finish(policy, steps_in_flight):
 # Results that come too late ----------------------------------------------------------------------
 
 
-def make_scheduler(policy=sarathi, *, num_rows=2, num_pages=4, budget=16):
+def make_scheduler(policy=MIXED["sarathi"], *, num_rows=2, num_pages=4, budget=16):
   """Pages of 4 tokens, no watermark."""
   pages = PageConfig(num_rows=num_rows, page_size=4, pages_per_row=4, num_pages=num_pages)
   return Scheduler(policy, pages, SchedulerConfig(token_budget=budget, watermark=0.0))
@@ -519,7 +518,7 @@ def test_the_longest_request_fits_and_one_token_more_is_refused(num_prompt_token
 def test_whole_prompts_longer_than_the_budget_are_refused():
   pages = PageConfig(num_rows=2, page_size=4, pages_per_row=4, num_pages=8)
   config = SchedulerConfig(token_budget=8, chunk_prompts=False)
-  scheduler = Scheduler(sarathi, pages, config)
+  scheduler = Scheduler(MIXED["sarathi"], pages, config)
   assert scheduler.refusal(make_sequence(0, 8, 1).request) is None
   assert "9 tokens never fit token_budget=8" in scheduler.refusal(make_sequence(0, 9, 1).request)
   assert "9 tokens never fit token_budget=8" in scheduler.refusal(make_sequence(0, 8, 2).request)
@@ -527,7 +526,7 @@ def test_whole_prompts_longer_than_the_budget_are_refused():
 
 def test_the_watermark_is_kept_from_new_prompts_only_while_something_runs():
   pages = PageConfig(num_rows=4, page_size=4, pages_per_row=10, num_pages=10)
-  scheduler = Scheduler(sarathi, pages, SchedulerConfig(token_budget=64, watermark=0.3))
+  scheduler = Scheduler(MIXED["sarathi"], pages, SchedulerConfig(token_budget=64, watermark=0.3))
   scheduler.add(make_sequence(0, 32, 9))  # 8 of 10 pages: the pool is empty, so it may
   plan = scheduler.next_step()
   scheduler.commit(plan, result(plan, 5))
@@ -538,7 +537,7 @@ def test_the_watermark_is_kept_from_new_prompts_only_while_something_runs():
 def test_a_budget_below_the_rows_is_refused():
   pages = PageConfig(num_rows=4, page_size=4, pages_per_row=4, num_pages=8)
   with pytest.raises(ValueError, match="token_budget=3 cannot advance 4 running sequences"):
-    Scheduler(sarathi, pages, SchedulerConfig(token_budget=3))
+    Scheduler(MIXED["sarathi"], pages, SchedulerConfig(token_budget=3))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from pdjax.core.events import EventLog
 from pdjax.core.request import Request, SamplingParams
 from pdjax.metrics.latency import phases, request_records
 from pdjax.scheduling.pages import PageConfig
-from pdjax.scheduling.policies import POLICIES
+from pdjax.scheduling.policies import make_policy
 from pdjax.scheduling.scheduler import Scheduler, SchedulerConfig
 from pdjax.serving.cluster import Cluster, Pool
 from pdjax.serving.loop import Inbox, serve
@@ -42,7 +42,7 @@ def waits_s(rho, policy, steps_in_flight):
       )
     )
   pages = PageConfig(num_rows=1, page_size=4, pages_per_row=1, num_pages=1)
-  scheduler = Scheduler(POLICIES[policy], pages, SchedulerConfig(token_budget=4, watermark=0.0))
+  scheduler = Scheduler(make_policy(policy), pages, SchedulerConfig(token_budget=4, watermark=0.0))
   link = Link(name="none", latency_s=0.0, bytes_per_s=1.0)
   executor = SimExecutor(step_s=lambda plan: STEP_S, link=link, kv_bytes_per_token=1)
   log = EventLog()

@@ -5,6 +5,7 @@ import pytest
 from pdjax.core.clock import to_ticks
 from pdjax.core.request import SamplingParams
 from pdjax.workloads import make_requests
+from pdjax.workloads.traces import Blocks
 
 pytestmark = pytest.mark.quick
 
@@ -26,6 +27,18 @@ def test_requests_carry_their_own_lengths_and_the_shared_sampling():
 def test_prompts_are_attached_in_order():
   requests = make_requests([0.0, 1.0], [(2, 1), (1, 1)], [(5, 6), (7,)], SAMPLING)
   assert [r.prompt_ids for r in requests] == [(5, 6), (7,)]
+
+
+def test_what_prompts_have_in_common_is_attached_in_order():
+  blocks = Blocks(((4, 5), (4,)), 16)
+  for prompts in (None, [(1,) * 17, (1,) * 16]):
+    requests = make_requests([0.0, 1.0], [(17, 1), (16, 1)], prompts, SAMPLING, blocks)
+    assert [r.prefix_hashes for r in requests] == [(4, 5), (4,)]
+    assert [r.prefix_block_tokens for r in requests] == [16, 16]
+  with pytest.raises(ValueError, match=r"2 arrivals_s, 2 lengths, 1 blocks\.ids"):
+    make_requests([0.0, 1.0], [(1, 1), (1, 1)], None, SAMPLING, Blocks(((4,),), 16))
+  with pytest.raises(ValueError, match=r"request 0: 2 prefix_hashes, but .*=16 are 1 blocks of 16"):
+    make_requests([0.0], [(16, 1)], None, SAMPLING, Blocks(((4, 5),), 16))
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,92 @@
 """Policies by name. A new one is a new file here and a line below."""
 
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from pdjax.core.names import pick
+from pdjax.core.plain import from_plain
+from pdjax.scheduling.policies.deadline import Deadline
 from pdjax.scheduling.policies.decode_only import decode_only
+from pdjax.scheduling.policies.faster_transformer import FasterTransformer
+from pdjax.scheduling.policies.fcfs import fcfs
+from pdjax.scheduling.policies.hybrid_only import hybrid_only
+from pdjax.scheduling.policies.orca import orca
 from pdjax.scheduling.policies.prefill_first import prefill_first
 from pdjax.scheduling.policies.prefill_only import prefill_only
-from pdjax.scheduling.policies.sarathi import sarathi
+from pdjax.scheduling.policies.sarathi import Sarathi
+from pdjax.scheduling.policies.shortest_prefill_first import ShortestPrefillFirst
+from pdjax.scheduling.policies.simple_chunking import SimpleChunking
 from pdjax.scheduling.scheduler import Policy
 
-# Their steps are all prefill or all decode, so their pools need no shapes of mixed steps.
-UNMIXED = frozenset({"decode_only", "prefill_first", "prefill_only"})
-# They leave half of a request to another pool.
-HALF = frozenset({"decode_only", "prefill_only"})
 
-POLICIES: dict[str, Policy] = {
-  policy.__name__: policy for policy in (decode_only, prefill_first, prefill_only, sarathi)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySpec:
+  """A policy, and what it needs of the limits of its pool and of the shapes compiled for it.
+
+  `policy` is a function, or a class where there are options (its fields) or something to keep
+  between steps. `chunks`: it cuts prompts. `mixes`: prefill and decode may share a step.
+  `reservation` is the scheduler's. `half`: it leaves half of a request to another pool.
+  """
+
+  policy: Policy | type[Policy]
+  chunks: bool
+  mixes: bool
+  reservation: str = "prompt"
+  half: bool = False
+
+  @property
+  def options(self) -> dict[str, Any]:
+    """The options by name, with their types."""
+    if not dataclasses.is_dataclass(self.policy):
+      return {}
+    hints = typing.get_type_hints(self.policy)
+    return {f.name: hints[f.name] for f in dataclasses.fields(self.policy) if f.init}
+
+
+POLICIES: dict[str, PolicySpec] = {
+  "faster_transformer": PolicySpec(
+    policy=FasterTransformer, chunks=False, mixes=False, reservation="max_len"
+  ),
+  "orca": PolicySpec(policy=orca, chunks=False, mixes=True, reservation="max_len"),
+  "prefill_first": PolicySpec(policy=prefill_first, chunks=False, mixes=False),
+  "sarathi": PolicySpec(policy=Sarathi, chunks=True, mixes=True),
+  "simple_chunking": PolicySpec(policy=SimpleChunking, chunks=True, mixes=False),
+  "hybrid_only": PolicySpec(policy=hybrid_only, chunks=False, mixes=True),
+  "fcfs": PolicySpec(policy=fcfs, chunks=True, mixes=True),
+  "shortest_prefill_first": PolicySpec(policy=ShortestPrefillFirst, chunks=True, mixes=True),
+  "deadline": PolicySpec(policy=Deadline, chunks=True, mixes=True),
+  "prefill_only": PolicySpec(policy=prefill_only, chunks=False, mixes=False, half=True),
+  "decode_only": PolicySpec(policy=decode_only, chunks=True, mixes=False, half=True),
 }
+
+
+def make_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
+  """The policy called `name` for one pool: two pools never share what it keeps.
+
+  Raises:
+    ValueError: no such policy or option, or an option of the wrong type or out of range.
+  """
+  spec = pick(POLICIES, name, "policy")
+  known, given = spec.options, {}
+  for option, value in (options or {}).items():
+    if not known:
+      raise ValueError(f"policy {name} has no options, so none is called {option!r}")
+    hint = pick(known, option, f"option of policy {name}:")
+    try:
+      given[option] = from_plain(hint, value)
+    except TypeError as error:
+      type_name = hint.__name__ if isinstance(hint, type) else hint
+      raise ValueError(
+        f"policy {name}: {option}={value!r} is not a value of type {type_name}; its options: "
+        f"{', '.join(known)}"
+      ) from error
+  if not isinstance(spec.policy, type):
+    return spec.policy
+  try:
+    return spec.policy(**given)
+  except ValueError as error:
+    raise ValueError(f"policy {name}: {error}") from error

@@ -3,5 +3,4 @@ from pdjax.scheduling.scheduler import StepBuilder
 
 def decode_only(step: StepBuilder) -> None:
   """The decode pool: one token of every sequence. Its pages were reserved at the hand-off."""
-  for seq in step.decoding:
-    step.advance(seq)
+  step.decode(preempt=False)

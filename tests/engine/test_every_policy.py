@@ -1,0 +1,82 @@
+"""The same tokens on the tiny model under every policy, layout, chunk size, and use of memory."""
+
+import random
+
+import pytest
+from engine.pools import CAPACITY, PAGE_SIZE, make_cluster, request, serve_all
+from virtual import tokens_of
+
+from pdjax.config import STRATEGIES
+from pdjax.core.events import Preempted, Step
+
+SAMPLING = {
+  "greedy": {},
+  "seeded": dict(temperature=0.8, top_k=40, seed=7),
+  "looking back": dict(temperature=0.8, min_p=0.01, repetition_penalty=2.0, seed=7),
+}
+FEW = CAPACITY // PAGE_SIZE + 6  # pages: one request always fits, three rarely
+MEMORY = {
+  "plenty": {},
+  "computed again": dict(num_pages=FEW),
+  "swapped": dict(num_pages=FEW, limits={"swap_tokens": 1000}),
+  "cached": dict(limits={"prefix_cache": True}),
+  "cached and computed again": dict(num_pages=FEW, limits={"prefix_cache": True}),
+  "all at once": dict(
+    num_pages=FEW, limits={"prefix_cache": True, "swap_tokens": 100, "reservation": "chunk"}
+  ),
+}
+
+
+@pytest.fixture(scope="module")
+def requests():
+  """Ten requests, most of which begin as another does; all kinds of sampling."""
+  rng = random.Random(5)
+  stems = [[rng.randrange(512) for _ in range(40)] for _ in range(2)]
+  made = []
+  for i in range(10):
+    own = [rng.randrange(512) for _ in range(rng.choice([1, 2, 9]))]
+    prompt = stems[i % 2][: rng.choice([4, 12, 23, 40])] + own
+    sampling = list(SAMPLING.values())[i % 3]
+    made.append(request(i, prompt, i * 1e-3, max_tokens=rng.randint(2, 16), **sampling))
+  return made
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_slots, requests):
+  tokens = {}
+  for r in requests:
+    tokens |= tokens_of(serve_all(make_cluster(tiny_slots, "continuous"), [r]))
+  return tokens
+
+
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_in_rows_of_their_own(tiny_slots, requests, alone, strategy, steps_in_flight):
+  log = serve_all(make_cluster(tiny_slots, strategy), requests, steps_in_flight=steps_in_flight)
+  assert tokens_of(log) == alone
+
+
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+@pytest.mark.parametrize("memory", MEMORY)
+def test_in_pages(tiny_paged, requests, alone, strategy, memory):
+  for budget in (7, 24):
+    cluster = make_cluster(tiny_paged, strategy, budget=budget, shuffle=4, **MEMORY[memory])
+    log = serve_all(cluster, requests, steps_in_flight=2)
+    assert tokens_of(log) == alone
+
+
+def test_the_cases_are_what_they_say(tiny_paged, requests):
+  """Preemptions, hits and swaps do happen under chunked prefill."""
+
+  def run(memory):
+    cluster = make_cluster(tiny_paged, "chunked", budget=24, **MEMORY[memory])
+    log = serve_all(cluster, requests)
+    return log, cluster.pools[0].scheduler
+
+  log, _ = run("computed again")
+  assert any(isinstance(e, Preempted) for e in log)
+  recomputed = sum(sum(e.prefill_tokens) for e in log if isinstance(e, Step))
+  log, _ = run("swapped")
+  assert sum(sum(e.prefill_tokens) for e in log if isinstance(e, Step)) < recomputed
+  _, scheduler = run("cached")
+  assert scheduler.num_hit_tokens >= 0.3 * scheduler.num_looked_up_tokens

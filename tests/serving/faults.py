@@ -1,0 +1,114 @@
+"""An executor in virtual time that fails on demand, and takes its cache along as a device does."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from virtual import step_s
+
+from pdjax.scheduling.pages import PageConfig
+from pdjax.sim.checksum_executor import ChecksumExecutor
+from pdjax.sim.hardware import Link
+
+FAULTS = ("submit", "step", "slow step", "export", "import", "copy", "slow copy")
+SLOW_S = 40.0
+
+
+class Fault(Exception):
+  """What a test broke."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FailingTicket:
+  finish_s: float
+  error: Exception
+
+  def is_ready(self) -> bool:
+    return True
+
+  def result(self) -> None:
+    raise self.error
+
+
+class FaultyExecutor(ChecksumExecutor):
+  """The checksum model, whose next call named in `armed` fails, and all work of `broken` requests.
+
+  With `donates` a step or a copy that fails has taken the cache with it: all that follows fails
+  too, what is gathered from it as well, until `recover` brings an empty one.
+  """
+
+  def __init__(self, pages: PageConfig, *, donates: bool, latency_s: float = 1e-3):
+    link = Link(name="test", latency_s=latency_s, bytes_per_s=1e6)
+    super().__init__(num_pages=pages.num_pages, page_size=pages.page_size, step_s=step_s, link=link)
+    self._pages, self._donates = pages, donates
+    self._is_lost = False
+    self.armed: set[str] = set()
+    self.broken: set[int] = set()
+    self.num_recoveries = 0
+
+  def submit(self, plan, now_s):
+    ids = {s.request_id for s in plan.prefills} | set(plan.decodes.request_ids)
+    if self._takes("submit"):
+      self._is_lost = self._donates
+      raise Fault("submit")
+    if self._is_lost:
+      return FailingTicket(finish_s=self._step_end_s(plan, now_s), error=Fault("step before"))
+    ticket = super().submit(plan, now_s)
+    if self._takes("step") or ids & self.broken:
+      self._is_lost = self._donates
+      return FailingTicket(finish_s=ticket.finish_s, error=Fault("step"))
+    if self._takes("slow step"):
+      self._busy_until_s += SLOW_S
+      return dataclasses.replace(ticket, finish_s=ticket.finish_s + SLOW_S)
+    return ticket
+
+  def export(self, handle, *, page_ids, now_s):
+    if self._takes("export") or handle.request_id in self.broken:
+      raise Fault("export")
+    handle = super().export(handle, page_ids=page_ids, now_s=now_s)
+    if self._is_lost:  # the gather fails behind the step that is in its way
+      return dataclasses.replace(handle, payload=self._busy_until_s)
+    return handle
+
+  def import_(self, handle, *, row, page_ids, now_s):
+    if self._takes("import"):
+      raise Fault("import")
+    if isinstance(handle.payload, float):
+      return FailingTicket(finish_s=max(now_s, handle.payload), error=Fault("gather"))
+    ticket = super().import_(handle, row=row, page_ids=page_ids, now_s=now_s)
+    if self._takes("copy"):
+      self._copies.pop()
+      self._is_lost = self._donates
+      return FailingTicket(finish_s=ticket.finish_s, error=Fault("copy"))
+    for slow, wait_s in (("slow copy", SLOW_S), ("endless copy", math.inf)):
+      if self._takes(slow):
+        end_s = ticket.finish_s + wait_s
+        self._copies[-1] = (end_s, *self._copies[-1][1:])
+        return dataclasses.replace(ticket, finish_s=end_s)
+    return ticket
+
+  def recover(self):
+    if not self._is_lost:
+      return False
+    fresh = FaultyExecutor(self._pages, donates=True)
+    self._keys, self._values = fresh._keys, fresh._values
+    self._table, self._last_token, self._copies = {}, {}, []
+    self._is_lost = False
+    self.num_recoveries += 1
+    return True
+
+  def _takes(self, call: str) -> bool:
+    if call in self.armed:
+      self.armed.remove(call)
+      return True
+    return False
+
+
+def make_faulty(cluster, *, donates: bool, latency_s: float = 1e-3):
+  """Gives every pool of `cluster` such an executor."""
+  for pool in cluster.pools:
+    pool.executor = FaultyExecutor(
+      pool.scheduler.pages.config, donates=donates, latency_s=latency_s
+    )
+  return cluster
