@@ -2,8 +2,8 @@
 
     python -m experiments.bench_scheduler [--out=DIR]
 
-Steps of decodes alone and steps that mix in a chunk, with the prefix cache on, by how many sequences
-run and how many wait. Prints a table and a profile of what is left, writes `bench.json`.
+Steps of decodes alone and steps that mix in a chunk, with the prefix cache on, by how many
+sequences run and how many wait. Prints a table and a profile of what is left, writes `bench.json`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import time
 
 from absl import flags
 
-from experiments.program import FLAGS, main, out_folder, whole_file
+from experiments.program import main, out_folder, whole_file
 from pdjax.core.plan import StepPlan, StepResult
 from pdjax.core.request import Request, SamplingParams
 from pdjax.core.sequence import Sequence
@@ -38,8 +38,8 @@ CASES = ((64, 1_000), (256, 0), (256, 1_000), (256, 100_000))  # running, waitin
 def make_scheduler(num_running: int, num_waiting: int, *, mixed: bool) -> Scheduler:
   """So many decodes running and prompts waiting.
 
-  All rows are taken, so that nobody is admitted; with `mixed`, one more row has a prompt too long to
-  end within the measurement, a chunk a step.
+  All rows are taken, so that nobody is admitted; with `mixed`, one more row has a prompt too long
+  to end within the measurement, a chunk a step.
   """
   pages_per_row = -(-(PROMPT_TOKENS + 4 * NUM_STEPS) // PAGE_SIZE)
   if mixed:

@@ -92,6 +92,7 @@ class SchedulerOptions:
   reservation: str | None = None
   watermark: float = 0.01
   max_preemptions: int = 3
+  swap_tokens: int = 0
   look_ahead: int = 0
   max_partial_prefills: int | None = None
   long_prompt_tokens: int | None = None
@@ -109,23 +110,16 @@ class SchedulerOptions:
     except ValueError as error:
       raise ValueError(f"scheduler.{error}") from error
     for text in self.policy_options:
-      name, dot, _ = text.partition("=")[0].partition(".")
-      if not dot or "=" not in text:
-        raise ValueError(f"scheduler.policy_options: {text!r} is not policy.option=value")
       try:
-        make_policy(name, self.options_of(name))
+        policy = _policy_option(text)[0]
+        make_policy(policy, self.options_of(policy))
       except ValueError as error:
-        raise ValueError(f"scheduler.policy_options: {text!r}: {error}") from error
+        raise ValueError(f"scheduler.policy_options: {error}") from error
 
   def options_of(self, policy: str) -> dict[str, Any]:
     """What `policy_options` says about `policy`."""
-    options = {}
-    for text in self.policy_options:
-      path, _, value = text.partition("=")
-      name, _, option = path.strip().partition(".")
-      if name == policy:
-        options[option] = _literal(value.strip())
-    return options
+    options = map(_policy_option, self.policy_options)
+    return {option: value for name, option, value in options if name == policy}
 
   def limits(self, **changes: Any) -> SchedulerConfig:
     """The scheduler's limits as these options say, but for `changes`."""
@@ -371,6 +365,14 @@ def _parse(hint: Any, text: str, path: str) -> Any:
     except (TypeError, AttributeError):
       continue
   raise ValueError(f"--set {path}={text}: not a value of type {_type_name(hint)}")
+
+
+def _policy_option(text: str) -> tuple[str, str, Any]:
+  path, equals, value = text.partition("=")
+  policy, dot, option = path.strip().partition(".")
+  if not (equals and dot):
+    raise ValueError(f"{text!r} is not policy.option=value")
+  return policy, option, _literal(value.strip())
 
 
 def _literal(text: str) -> Any:

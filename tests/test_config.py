@@ -15,6 +15,7 @@ from pdjax.config import (
   load_config,
   override,
 )
+from pdjax.scheduling.policies import POLICIES
 from pdjax.workloads.lengths import Fixed, Uniform
 
 pytestmark = pytest.mark.quick
@@ -102,6 +103,20 @@ def test_a_file_of_another_kind_is_named(tmp_path):
     ("strategies=(chunked,continuous)", "strategies", ("chunked", "continuous")),
     ("cache.max_len=64", "cache.max_len", 64),
     ("scheduler.steps_in_flight=2", "scheduler.steps_in_flight", 2),
+    (
+      "scheduler.policy_options=sarathi.tile_tokens=64",
+      "scheduler.policy_options",
+      ("sarathi.tile_tokens=64",),
+    ),
+    (
+      "scheduler.policy_options=sarathi.tile_tokens=64, deadline.safety=1.5",
+      "scheduler.policy_options",
+      ("sarathi.tile_tokens=64", "deadline.safety=1.5"),
+    ),
+    ("scheduler.policy_options=()", "scheduler.policy_options", ()),
+    ("scheduler.reservation=chunk", "scheduler.reservation", "chunk"),
+    ("scheduler.max_partial_prefills=2", "scheduler.max_partial_prefills", 2),
+    ("scheduler.prefix_cache=True", "scheduler.prefix_cache", True),
     ("tp=2", "tp", 2),
     ("check_weights=True", "check_weights", True),
   ],
@@ -137,6 +152,12 @@ def test_a_part_can_be_replaced_whole():
     ("workload=5", "--set workload=5: not a value of type WorkloadConfig"),
     ('workload.lengths={"nonsense": 1}', "not a value of type"),
     ("strategies=chunked,nonsense", "unknown strategy 'nonsense'"),
+    ("scheduler.policy_options=tile_tokens=4", "'tile_tokens=4' is not policy.option=value"),
+    ("scheduler.policy_options=sarathi.tile_tokens", "is not policy.option=value"),
+    ("scheduler.policy_options=sarathy.tile_tokens=4", "'sarathy'; did you mean sarathi"),
+    ("scheduler.policy_options=sarathi.tile=4", "option of policy sarathi: 'tile'"),
+    ("scheduler.policy_options=sarathi.tile_tokens=x", "tile_tokens='x' is not a value of type"),
+    ("scheduler.policy_options=sarathi.tile_tokens=0", "tile_tokens=0 must be at least 1"),
     ("strategies=()", "strategies is empty"),
     ("num_devices=0", "num_devices=0 must be at least 1"),
     ("tp=3", "num_devices=2 is no multiple of tp=3"),
@@ -163,6 +184,15 @@ def test_an_assignment_that_makes_no_sense_says_why(assignment, message):
     (WorkloadConfig, {"num_requests": 0}, "workload.num_requests=0 must be at least 1"),
     (SchedulerOptions, {"prefill_budget": 0}, "scheduler.prefill_budget=0 must be at least 1"),
     (SchedulerOptions, {"watermark": 1.0}, "scheduler.watermark=1.0 must be in [0, 1)"),
+    (
+      SchedulerOptions,
+      {"reservation": "page"},
+      "scheduler.reservation='page' must be one of chunk",
+    ),
+    (SchedulerOptions, {"look_ahead": -1}, "scheduler.look_ahead=-1 must be at least 0"),
+    (SchedulerOptions, {"long_prompt_share": 0.0}, "scheduler.long_prompt_share=0.0 must be in"),
+    (SchedulerOptions, {"max_partial_prefills": 0}, "max_partial_prefills=0 must be at least 1"),
+    (SchedulerOptions, {"policy_options": ("orca.x=1",)}, "policy orca has no options"),
     (CacheConfig, {"max_len": 0}, "cache.max_len=0 must be at least 1"),
     (CacheConfig, {"num_pages": -3}, "cache.num_pages=-3 must be at least 1"),
     (SamplingConfig, {"temperature": -1.0}, "sampling.temperature=-1.0 must be"),
@@ -209,6 +239,25 @@ def test_every_strategy_uses_every_device_once_in_groups_of_tp(strategy, num_dev
   assert {len(p.devices) for p in pools} == {tp}
   roles = {p.role for p in pools}
   assert roles == ({"prefill", "decode"} if strategy == "disaggregated" else {"mixed"})
+
+
+def test_every_policy_that_serves_whole_requests_is_a_strategy():
+  """And each is compared as mixed pools alone."""
+  for name, spec in POLICIES.items():
+    if spec.half:
+      assert name not in STRATEGIES
+    else:
+      assert {(p.role, p.policy) for p in STRATEGIES[name](4, 2)} == {("mixed", name)}
+  named = {name: {p.policy for p in STRATEGIES[name](2)} for name in ("continuous", "chunked")}
+  assert named == {"continuous": {"prefill_first"}, "chunked": {"sarathi"}}
+
+
+def test_options_of_policies_are_typed_and_the_last_one_counts():
+  texts = ("sarathi.tile_tokens=64", " deadline.ttft_s = 3", "sarathi.tile_tokens=None")
+  options = SchedulerOptions(policy_options=texts)
+  assert options.options_of("sarathi") == {"tile_tokens": None}
+  assert options.options_of("deadline") == {"ttft_s": 3}
+  assert options.options_of("orca") == {}
 
 
 @pytest.mark.parametrize("tp", [1, 4])

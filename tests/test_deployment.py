@@ -14,6 +14,7 @@ from pdjax.deployment import (
   roles_of,
 )
 from pdjax.scheduling.policies import POLICIES
+from pdjax.scheduling.scheduler import SchedulerConfig
 
 pytestmark = pytest.mark.quick
 
@@ -69,6 +70,54 @@ def test_a_policy_replaces_that_of_mixed_pools_alone():
   assert [policy_name(spec, options) for spec in disaggregated] == ["prefill_only", "decode_only"]
   with pytest.raises(ValueError, match="policy=decode_only serves only half of a request"):
     policy_name(chunked[0], SchedulerOptions(policy="decode_only"))
+
+
+def test_options_reach_the_policy_of_every_pool_that_runs_it():
+  options = SchedulerOptions(
+    token_budget=8, policy_options=("sarathi.tile_tokens=4", "deadline.tpot_s=0.25")
+  )
+  pages = make_pages(CacheConfig(num_rows=4), 64)
+  policies = {
+    name: [p.scheduler.policy for p in make_cluster(make(2), options, pages, Executor).pools]
+    for name, make in STRATEGIES.items()
+  }
+  assert {policy.tile_tokens for policy in policies["sarathi"] + policies["chunked"]} == {4}
+  assert {policy.tpot_s for policy in policies["deadline"]} == {0.25}
+  for name in ("deadline", "simple_chunking"):
+    first, second = policies[name]
+    assert first is not second, "two pools would share what it keeps"
+
+
+def test_a_step_time_reaches_every_pool():
+  pages = make_pages(CacheConfig(num_rows=4), 64)
+  specs = STRATEGIES["disaggregated"](2)
+  cluster = make_cluster(specs, SchedulerOptions(), pages, Executor, lambda counts: 7.0)
+  assert [pool.scheduler.predict_step_s(None) for pool in cluster.pools] == [7.0, 7.0]
+
+
+def test_limits_are_those_of_the_options_where_they_are_set():
+  pages = make_pages(CacheConfig(layout="paged", num_rows=4), 64)
+  changes = dict(
+    watermark=0.2,
+    max_preemptions=1,
+    swap_tokens=100,
+    look_ahead=3,
+    max_partial_prefills=2,
+    long_prompt_tokens=30,
+    long_prompt_share=0.5,
+    prefix_cache=True,
+    eviction="lfu",
+  )
+  (orca,), (sarathi,) = STRATEGIES["orca"](1), STRATEGIES["sarathi"](1)
+  for reservation in ("chunk", "request"):
+    options = SchedulerOptions(token_budget=9, reservation=reservation, **changes)
+    config = limits(sarathi, options, pages)
+    assert config == SchedulerConfig(token_budget=9, reservation=reservation, **changes)
+    config = limits(orca, options, pages)
+    # Whole prompts cannot be held to a share of a budget.
+    changed = changes | dict(long_prompt_share=1.0, chunk_prompts=False)
+    assert config == SchedulerConfig(token_budget=68, reservation=reservation, **changed)
+  assert limits(orca, SchedulerOptions(prefill_budget=70), pages).token_budget == 70
 
 
 @pytest.mark.parametrize("policy", [None, "sarathi", "prefill_first", "orca"])

@@ -135,7 +135,7 @@ class JaxExecutor:
         np.int32(0),
       )
     for request_id in plan.swap_drops:
-      del self._swapped[request_id]
+      self._swapped.pop(request_id, None)  # of a plan that failed there may be none
 
   def lower(self, plan: StepPlan) -> jax.stages.Lowered:
     """The step of a plan, to be compiled and looked at. Runs nothing, but seats its rows."""
@@ -158,17 +158,19 @@ class JaxExecutor:
     self._seen = self.steps.add_seen(self._seen, np.int32(row), ids, np.bool_(anew))
 
   def export(self, handle: Handle, *, page_ids: tuple[int, ...], now_s: float) -> Handle:
-    used = page_ids[: -(-handle.num_tokens // self._layout.page_size)]
+    num_tokens = handle.num_tokens - handle.start
+    used = page_ids[: -(-num_tokens // self._layout.page_size)]
     return dataclasses.replace(
       handle,
-      num_bytes=handle.num_tokens * self._layout.bytes_per_token,
+      num_bytes=num_tokens * self._layout.bytes_per_token,
       payload=self.steps.gather_pages(self._cache, self._pad(used)),
     )
 
   def import_(
     self, handle: Handle, *, row: int, page_ids: tuple[int, ...], now_s: float
   ) -> TransferTicket:
-    num_used = -(-handle.num_tokens // self._layout.page_size)
+    page_size = self._layout.page_size
+    moved = page_ids[handle.start // page_size : -(-handle.num_tokens // page_size)]
     self._rows.update_pages(
       PageUpdates(rows=(row,) * len(page_ids), indices=tuple(range(len(page_ids))),
                   page_ids=page_ids)
@@ -179,7 +181,7 @@ class JaxExecutor:
       self._cache, self._last_token = self.steps.scatter_pages(
         self._cache,
         self._last_token,
-        self._pad(page_ids[:num_used]),
+        self._pad(moved),
         pieces,
         np.int32(row),
         np.int32(handle.first_token_id),

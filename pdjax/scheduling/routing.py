@@ -1,19 +1,251 @@
-"""Which pool takes a request. A router is a function of the pools' schedulers."""
+"""Which pool takes a request, or why none does.
+
+A router is a callable of a `Routing`, which is all that it may look at. It gives the index of a
+pool in `routing.pools`, or `Rejected`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import random
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 
-from pdjax.core.request import Request
+from pdjax.core.costs import StepCounts, count_slices
+from pdjax.core.request import Request, Slo
+from pdjax.core.sequence import Sequence
 from pdjax.scheduling.scheduler import Scheduler
 
-Router = Callable[[Sequence[Scheduler], Request], int]
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+  """Nobody takes the request, and whoever asked is told so at once."""
+
+  reason: str
 
 
-def least_outstanding_tokens(schedulers: Sequence[Scheduler], request: Request) -> int:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+  """A request that has arrived, and the pools that could take it.
+
+  `entry` are the pools that prompts go to, mixed or prefill; `decode` those that prefill pools hand
+  over to, which can also prefill a prompt themselves. `handing_over` are the sequences between the
+  two. `copy_s` gives the seconds that a hand-off of so many tokens takes, None where unknown.
+  """
+
+  seq: Sequence
+  now_s: float
+  entry: Seq[Scheduler]
+  decode: Seq[Scheduler] = ()
+  handing_over: Seq[Sequence] = ()
+  copy_s: Callable[[int], float] | None = None
+
+  @property
+  def request(self) -> Request:
+    return self.seq.request
+
+  @property
+  def pools(self) -> Seq[Scheduler]:
+    """Entry pools, then decode pools."""
+    return (*self.entry, *self.decode)
+
+  def num_cached_tokens(self, pool: Scheduler) -> int:
+    """How much of the prompt the pool's prefix cache has."""
+    return len(pool.cached_keys(self.seq)) * pool.pages.config.page_size
+
+  def prefill_s(self, pool: Scheduler, num_cached: int = 0) -> float:
+    """Predicted time of prefilling what is not cached."""
+    num_tokens = self.seq.num_tokens - num_cached
+    return _predict(
+      pool, count_slices(prefill_starts=(num_cached,), prefill_tokens=(num_tokens,), num_emitted=1)
+    )
+
+  def queue_s(self, pool: Scheduler) -> float:
+    """Predicted time of prefilling what is queued and in progress there.
+
+    As many tokens as are left in prompts of the mean length of those queued.
+    """
+    left = pool.prefill_tokens_left
+    if not left:
+      return 0.0
+    num_prompts = len(pool.waiting) + len(pool.prefilling) or 1
+    counts = StepCounts(
+      num_prefill_tokens=left,
+      num_prefill_pairs=left * (left // num_prompts + 1) // 2,
+      num_prefill_keys=left,
+      num_emitted=num_prompts,
+    )
+    return _predict(pool, counts)
+
+  def tpot_s(self, pool: Scheduler, beside: Iterable[Sequence]) -> float:
+    """Predicted time of a decode step there of this request beside others."""
+    seqs = [*beside, self.seq]
+    return _predict(
+      pool,
+      StepCounts(
+        num_decodes=len(seqs),
+        num_decode_keys=sum(seq.num_tokens for seq in seqs),
+        num_emitted=len(seqs),
+      ),
+    )
+
+
+def _predict(pool: Scheduler, counts: StepCounts) -> float:
+  if pool.predict_step_s is None:
+    raise ValueError("this router needs to know how long steps take, and nobody knows here")
+  return pool.predict_step_s(counts)
+
+
+Router = Callable[[Routing], int | Rejected]
+
+
+# Baselines ----------------------------------------------------------------------------------------
+
+
+def least_outstanding_tokens(routing: Routing) -> int:
   """The pool with the fewest prompt and output tokens left to compute; the first among equals."""
-  left = [s.prefill_tokens_left + s.output_tokens_left for s in schedulers]
+  left = [_load(pool) for pool in routing.entry]
   return left.index(min(left))
 
 
-ROUTERS: dict[str, Router] = {"least_outstanding_tokens": least_outstanding_tokens}
+@dataclasses.dataclass(slots=True, kw_only=True)
+class RandomPool:
+  """A pool at random, each as likely."""
+
+  seed: int = 0
+
+  def __call__(self, routing: Routing) -> int:
+    return _draw(self.seed, routing).randrange(len(routing.entry))
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class PowerOfTwo:
+  """The less loaded of two pools drawn at random (Mitzenmacher 2001)."""
+
+  seed: int = 0
+
+  def __call__(self, routing: Routing) -> int:
+    entry = routing.entry
+    drawn = _draw(self.seed, routing).sample(range(len(entry)), min(2, len(entry)))
+    return min(drawn, key=lambda i: (_load(entry[i]), i))
+
+
+def local_cache(routing: Routing) -> int:
+  """The pool that has most of the prompt in its prefix cache; the least loaded among equals."""
+  pools = routing.entry
+  return min(
+    range(len(pools)), key=lambda i: (-routing.num_cached_tokens(pools[i]), _load(pools[i]), i)
+  )
+
+
+def _load(pool: Scheduler) -> int:
+  return pool.prefill_tokens_left + pool.output_tokens_left
+
+
+def _draw(seed: int, routing: Routing) -> random.Random:
+  """By request, so that a draw depends on nothing that happened before."""
+  return random.Random(f"{seed} {routing.request.request_id}")
+
+
+# Mooncake -----------------------------------------------------------------------------------------
+
+REJECTIONS = ("never", "early", "predicted")
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Conductor:
+  """The pool with the least predicted TTFT, its prefix cache counted (Mooncake, Algorithm 1).
+
+  TTFT is the prefills queued there and that of the part which is not cached. Targets are those of
+  the request (`Request.slo`), or these. `rejects` under overload (tech report, section 7): `never`;
+  `early` whoever would miss a target of prefill or decode as things stand; `predicted` likewise,
+  but with the decode pools as they will be when this prefill ends: with those that arrive there by
+  then, and without those that have decoded for `decode_s`.
+
+  `local_prefill_tokens` lets prompts with no more than so many tokens uncached prefill on a decode
+  pool, if its steps stay within the TPOT target (conditional disaggregation of NVIDIA Dynamo, and
+  PPD's append-prefill): they are not handed over. 0: none.
+  """
+
+  ttft_s: float | None = None
+  tpot_s: float | None = None
+  rejects: str = "never"
+  decode_s: float = 10.0
+  local_prefill_tokens: int = 0
+
+  def __post_init__(self):
+    if self.rejects not in REJECTIONS:
+      raise ValueError(f"rejects={self.rejects!r} must be one of {', '.join(REJECTIONS)}")
+    for name in ("ttft_s", "tpot_s", "decode_s"):
+      value = getattr(self, name)
+      if value is not None and not value > 0:
+        raise ValueError(f"{name}={value} must be positive")
+    if self.local_prefill_tokens < 0:
+      raise ValueError(f"local_prefill_tokens={self.local_prefill_tokens} must be 0 or more")
+
+  def __call__(self, routing: Routing) -> int | Rejected:
+    slo = routing.request.slo or Slo(ttft_s=self.ttft_s or 1e9, tpot_s=self.tpot_s or 1e9)
+    local = self._local(routing, slo)
+    if local is not None:
+      return local
+    ttfts_s = []
+    for pool in routing.entry:
+      cached = routing.num_cached_tokens(pool)
+      ttfts_s.append(routing.queue_s(pool) + routing.prefill_s(pool, cached))
+    ttft_s = min(ttfts_s)
+    if self.rejects != "never":
+      if ttft_s > slo.ttft_s:
+        return Rejected(reason=f"overload: predicted TTFT {ttft_s:.3g} s is over {slo.ttft_s:g} s")
+      tpot_s = self._tpot_s(routing, ttft_s)
+      if tpot_s > slo.tpot_s:
+        return Rejected(reason=f"overload: predicted TPOT {tpot_s:.3g} s is over {slo.tpot_s:g} s")
+    return ttfts_s.index(ttft_s)
+
+  def _tpot_s(self, routing: Routing, prefill_s: float) -> float:
+    """Predicted time of a decode step in the pool where it will be shortest."""
+    pools = routing.decode or routing.entry
+    coming = self._coming(routing, prefill_s) if self.rejects == "predicted" else []
+    tpots_s = []
+    for i, pool in enumerate(pools):
+      beside = list(pool.decoding.values())
+      if self.rejects == "predicted":
+        now_s = routing.tpot_s(pool, beside)
+        beside = [s for s in beside if len(s.output_ids) * now_s + prefill_s < self.decode_s]
+        beside += coming[i :: len(pools)]
+      tpots_s.append(routing.tpot_s(pool, beside))
+    return min(tpots_s)
+
+  def _coming(self, routing: Routing, within_s: float) -> list[Sequence]:
+    """Sequences that reach the decode pools by then: handed over, or prefilled in time."""
+    coming = list(routing.handing_over)
+    for pool in routing.entry:
+      queued = [*pool.prefilling.values(), *pool.waiting.values()]
+      num_left = within_s / max(routing.queue_s(pool), 1e-9) * pool.prefill_tokens_left
+      for seq in queued:
+        num_left -= seq.num_tokens - seq.num_computed_tokens
+        if num_left < 0:
+          break
+        coming.append(seq)
+    return coming
+
+  def _local(self, routing: Routing, slo: Slo) -> int | None:
+    """The decode pool that prefills this prompt itself, if one should."""
+    if not self.local_prefill_tokens:
+      return None
+    for i, pool in enumerate(routing.decode, len(routing.entry)):
+      cached = routing.num_cached_tokens(pool)
+      if routing.seq.num_tokens - cached > self.local_prefill_tokens or pool.waiting:
+        continue
+      step_s = routing.tpot_s(pool, pool.decoding.values()) + routing.prefill_s(pool, cached)
+      if step_s <= slo.tpot_s and pool.refusal(routing.request) is None:
+        return i
+    return None
+
+
+ROUTERS: dict[str, Router | type] = {
+  "least_outstanding_tokens": least_outstanding_tokens,
+  "random": RandomPool,
+  "power_of_two": PowerOfTwo,
+  "local_cache": local_cache,
+  "conductor": Conductor,
+}

@@ -360,6 +360,7 @@ class Scheduler:
   def abort(self, plan: StepPlan, reason: str) -> Outcome:
     """Ends a step that failed as a whole: every sequence in it fails."""
     self._end(plan)
+    self._void_swaps([plan])
     outcome = Outcome(failed=self._drop_all(plan, reason))
     self._release_rows(plan)
     return outcome
@@ -373,6 +374,7 @@ class Scheduler:
     outcome = Outcome()
     if plan is not None:
       outcome.failed = self._drop_all(plan, reason)
+    self._void_swaps(self._in_flight if plan is None else [plan, *self._in_flight])
     self._in_flight.clear()
     for rows in self._rows_to_release.values():
       for row in rows:
@@ -384,6 +386,15 @@ class Scheduler:
       self.unseat(seq)
     self.pages.forget()
     return outcome
+
+  def _void_swaps(self, plans: Iterable[StepPlan]) -> None:
+    """What these plans were to copy to the host may not be there: it is computed again."""
+    outs, drops = self.unreported_swaps
+    for swap in [*outs.values(), *(s for plan in plans for s in plan.swap_outs)]:
+      seq = self.waiting.get(swap.request_id)
+      if seq is not None:
+        self.forget_swapped(seq)
+    drops += [swap.request_id for plan in plans for swap in plan.swap_ins]
 
   def check(self) -> None:
     """Raises AssertionError unless pages, rows and token counts add up."""

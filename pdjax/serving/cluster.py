@@ -10,7 +10,7 @@ from pdjax.core.clock import Ticket
 from pdjax.core.plan import StepPlan
 from pdjax.core.request import Request
 from pdjax.core.sequence import Sequence, State
-from pdjax.scheduling.routing import Router, least_outstanding_tokens
+from pdjax.scheduling.routing import Rejected, Router, Routing, least_outstanding_tokens
 from pdjax.scheduling.scheduler import Scheduler
 from pdjax.serving.executor import Executor, Handle
 
@@ -94,18 +94,30 @@ class Cluster:
         return f"{pool.name}: {reason}"
     return None
 
-  def route(self, request: Request) -> Pool:
-    return self.entry[self.router([p.scheduler for p in self.entry], request)]
+  def route(self, seq: Sequence, now_s: float) -> Pool | Rejected:
+    """The pool that a new sequence goes to, or why it goes to none. Changes nothing."""
+    handing_over = [seq for _, seq in self.outbox] + [t.seq for t in self.transfers]
+    routing = Routing(
+      seq=seq,
+      now_s=now_s,
+      entry=[p.scheduler for p in self.entry],
+      decode=[p.scheduler for p in self.decode],
+      handing_over=handing_over,
+    )
+    choice = self.router(routing)
+    return choice if isinstance(choice, Rejected) else (*self.entry, *self.decode)[choice]
 
-  def reserve(self, seq: Sequence) -> tuple[Pool, int] | None:
-    """A decode pool and a row there with room for prompt + max_tokens - 1 tokens; None: wait."""
+  def reserve(self, seq: Sequence) -> tuple[Pool, int, int] | None:
+    """A decode pool, a row there with room for prompt + max_tokens - 1 tokens, and how many of its
+    tokens the prefix cache of that pool has; None: wait."""
     left = {p.name: p.scheduler.output_tokens_left for p in self.decode}
     for transfer in self.transfers:  # not adopted yet, so its scheduler does not count it
       left[transfer.target.name] += transfer.seq.request.sampling.max_tokens - 1
     for pool in sorted(self.decode, key=lambda p: left[p.name]):
-      row = pool.scheduler.reserve(seq.request.max_cached_tokens)
+      keys = pool.scheduler.cached_keys(seq)
+      row = pool.scheduler.reserve(seq.request.max_cached_tokens, keys)
       if row is not None:
-        return pool, row
+        return pool, row, len(keys) * pool.scheduler.pages.config.page_size
     return None
 
   def check(self) -> None:

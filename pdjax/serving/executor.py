@@ -21,7 +21,8 @@ class Handle:
   """
 
   request_id: int
-  num_tokens: int  # positions whose K and V are handed over
+  start: int = 0  # whole pages before it are in the target's prefix cache
+  num_tokens: int  # positions [start, num_tokens) are handed over
   num_prompt_tokens: int
   first_token_id: int
   sampling: SamplingParams
@@ -43,8 +44,9 @@ class Executor(Protocol):
     ...
 
   def export(self, handle: Handle, *, page_ids: tuple[int, ...], now_s: float) -> Handle:
-    """Starts to read the pages of a sequence; returns the handle with its bytes and payload.
+    """Starts to read the pages of the positions that are handed over.
 
+    Returns the handle with its bytes and payload.
     The pages may be reused once the import has ended.
     """
     ...
@@ -52,6 +54,7 @@ class Executor(Protocol):
   def import_(self, handle: Handle, *, row: int, page_ids: tuple[int, ...], now_s: float) -> Ticket:
     """Starts to copy an exported sequence into own pages and seats it in `row`.
 
+    `page_ids` are those of all its positions, also of those that are here already.
     Steps submitted after the ticket is ready see it. The ticket's result is None.
     """
     ...

@@ -16,6 +16,7 @@ from pdjax.core.events import Arrived, Copied, EventLog, Failed, Finished, Preem
 from pdjax.core.plan import StepPlan
 from pdjax.core.request import Request
 from pdjax.core.sequence import Sequence, State
+from pdjax.scheduling.routing import Rejected
 from pdjax.scheduling.scheduler import FinishReason, Outcome, length_or_stop
 from pdjax.serving.cluster import Cluster, Pool, Transfer
 from pdjax.serving.executor import Handle
@@ -207,8 +208,16 @@ class _Loop:
         self._end(message.request_id, message.reason, turn)
 
   def _arrive(self, request: Request, turn: Turn) -> None:
-    refusal = self.cluster.refusal(request)
-    pool = None if refusal else self.cluster.route(request)
+    seq, pool = Sequence(request), None
+    reason = self.cluster.refusal(request)
+    if reason is not None:
+      reason = f"refused: {reason}"
+    else:
+      chosen = self.cluster.route(seq, turn.now_s)
+      if isinstance(chosen, Rejected):
+        reason = f"rejected: {chosen.reason}"
+      else:
+        pool = chosen
     self.log.append(
       Arrived(
         time_s=request.arrival_s,
@@ -220,9 +229,9 @@ class _Loop:
       )
     )
     if pool is None:
-      self._fail(request.request_id, None, f"refused: {refusal}", turn)
+      self._fail(request.request_id, None, reason, turn)
     else:
-      pool.scheduler.add(Sequence(request))
+      pool.scheduler.add(seq)
 
   def _end(self, request_id: int, reason: str, turn: Turn) -> None:
     """Ends a request wherever it is. Nothing happens to one that has ended."""
@@ -258,11 +267,12 @@ class _Loop:
         return  # in order: the first in the outbox is the first to go
       outbox.popleft()
       seq.enter(State.MOVING)
-      target, row = reserved
+      target, row, num_cached = reserved
       sampling, num_tokens = seq.request.sampling, seq.num_computed_tokens
       looks_back = sampling.repetition_penalty != 1
       handle = Handle(
         request_id=seq.request_id,
+        start=num_cached,
         num_tokens=num_tokens,
         num_prompt_tokens=seq.request.num_prompt_tokens,
         first_token_id=seq.output_ids[-1],
@@ -270,8 +280,9 @@ class _Loop:
         token_ids=seq.known_ids(0, num_tokens) if looks_back else None,
       )
       try:
+        first = num_cached // source.scheduler.pages.config.page_size
         handle = source.executor.export(
-          handle, page_ids=source.scheduler.pages.table(seq.row), now_s=turn.now_s
+          handle, page_ids=source.scheduler.pages.table(seq.row)[first:], now_s=turn.now_s
         )
         ticket = target.executor.import_(
           handle, row=row, page_ids=target.scheduler.pages.table(row), now_s=turn.now_s
@@ -381,7 +392,7 @@ class _Loop:
           target=target.name,
           start_s=transfer.start_s,
           end_s=turn.now_s,
-          num_tokens=transfer.handle.num_tokens,
+          num_tokens=transfer.handle.num_tokens - transfer.handle.start,
           num_bytes=transfer.handle.num_bytes,
         )
       )
@@ -407,8 +418,11 @@ class _Loop:
   def _recompute(self, pool: Pool, sequences: Seq[Sequence], turn: Turn) -> None:
     """Queues preempted sequences, oldest first, where their prompt can be computed again."""
     for seq in reversed(sequences):  # each goes to the front
-      entry = self.cluster.route(seq.request) if pool.role == "decode" else pool
-      refusal = entry.scheduler.refusal(seq.request, len(seq.output_ids))
+      entry = self.cluster.route(seq, turn.now_s) if pool.role == "decode" else pool
+      if isinstance(entry, Rejected):
+        refusal = entry.reason
+      else:
+        refusal = entry.scheduler.refusal(seq.request, len(seq.output_ids))
       if refusal is None:
         self.log.append(Preempted(time_s=turn.now_s, request_id=seq.request_id, pool=pool.name))
         entry.scheduler.add(seq)

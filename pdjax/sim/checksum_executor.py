@@ -86,7 +86,7 @@ class ChecksumExecutor(SimExecutor):
   def export(self, handle: Handle, *, page_ids: tuple[int, ...], now_s: float) -> Handle:
     """Copies the pages out, so the source may change them afterwards."""
     handle = super().export(handle, page_ids=page_ids, now_s=now_s)
-    pages = page_ids[: -(-handle.num_tokens // self._page_size)]
+    pages = page_ids[: -(-(handle.num_tokens - handle.start) // self._page_size)]
     payload = tuple((tuple(self._keys[page]), tuple(self._values[page])) for page in pages)
     return dataclasses.replace(handle, payload=payload)
 
@@ -107,7 +107,7 @@ class ChecksumExecutor(SimExecutor):
       for page, (keys, values) in zip(swap.page_ids, swapped, strict=True):
         self._keys[page][:], self._values[page][:] = keys, values
     for request_id in plan.swap_drops:
-      del self._swapped[request_id]
+      self._swapped.pop(request_id, None)  # of a plan that failed there may be none
 
   def _land(self, now_s: float) -> None:
     landed = [copy for copy in self._copies if copy[0] <= now_s]
@@ -115,7 +115,7 @@ class ChecksumExecutor(SimExecutor):
     for _, handle, row, page_ids in landed:
       for index, page in enumerate(page_ids):
         self._table[row, index] = page
-      for page, (keys, values) in zip(page_ids, handle.payload):
+      for page, (keys, values) in zip(page_ids[handle.start // self._page_size :], handle.payload):
         self._keys[page][:], self._values[page][:] = keys, values
       self._last_token[row] = handle.first_token_id
 

@@ -56,7 +56,8 @@ class SimExecutor:
     return SimTicket(finish_s=self._step_end_s(plan, now_s), value=result)
 
   def export(self, handle: Handle, *, page_ids: tuple[int, ...], now_s: float) -> Handle:
-    return dataclasses.replace(handle, num_bytes=handle.num_tokens * self._kv_bytes_per_token)
+    num_tokens = handle.num_tokens - handle.start
+    return dataclasses.replace(handle, num_bytes=num_tokens * self._kv_bytes_per_token)
 
   def import_(
     self, handle: Handle, *, row: int, page_ids: tuple[int, ...], now_s: float

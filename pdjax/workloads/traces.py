@@ -246,8 +246,10 @@ def _mooncake_row(record: Any, line: int, above: Sequence[TraceRow]) -> TraceRow
     if type(record[name]) is not int:
       raise ValueError(f"{name}={record[name]!r} is not a whole number")
     _check_length(name, record[name])
-  if not isinstance(block_ids, list) or not all(type(x) is int and x >= 0 for x in block_ids):
-    raise ValueError("hash_ids is not a list of whole numbers from 0 up")
+  if not isinstance(block_ids, list) or not all(
+    type(x) is int and 0 <= x < 2**63 for x in block_ids
+  ):
+    raise ValueError("hash_ids is not a list of whole numbers from 0 to 2**63 - 1")
   num_blocks = -(-prompt // MOONCAKE_BLOCK_TOKENS)
   if len(block_ids) != num_blocks:
     raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -19,11 +20,12 @@ from experiments.serving import check, report, run_experiment
 from experiments.traffic import read_traffic
 from pdjax.config import STRATEGIES, WorkloadConfig, load_config
 from pdjax.core.clock import to_ticks
+from pdjax.core.events import read_events
+from pdjax.core.plain import from_plain, to_plain
+from pdjax.metrics.latency import request_records
 from pdjax.scheduling.policies import POLICIES
 from pdjax.scheduling.routing import ROUTERS
 from pdjax.workloads.lengths import Fixed, Lengths
-
-pytestmark = pytest.mark.quick
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 A100 = ROOT / "configs" / "llama3_8b_a100.py"
@@ -58,6 +60,7 @@ def simulate(*overrides: str):
   return run_experiment(check(config, pathlib.Path("unused")), Progress())
 
 
+@pytest.mark.quick
 def test_a_mooncake_trace_is_replayed_with_its_blocks(mooncake):
   experiment = simulate(f"workload.trace={mooncake}")
   requests = experiment.requests
@@ -71,6 +74,7 @@ def test_a_mooncake_trace_is_replayed_with_its_blocks(mooncake):
   assert data["workload"] == "mooncake.jsonl, a trace (mooncake)"
 
 
+@pytest.mark.quick
 def test_every_option_of_a_trace_is_applied_and_named(mooncake):
   options = ["length_scale=32", "trace_limit_s=6", "num_requests=3", "trace_spread_s=3",
              "trace_speed=2"]  # fmt: skip
@@ -87,6 +91,7 @@ def test_every_option_of_a_trace_is_applied_and_named(mooncake):
   ) in report(experiment)[0]
 
 
+@pytest.mark.quick
 def test_lengths_without_arrivals_are_taken_in_random_order_at_the_rate_asked_for(lengths_only):
   experiment = simulate(f"workload.trace={lengths_only}", "workload.num_requests=30",
                         "workload.rate_rps=5")  # fmt: skip
@@ -98,12 +103,14 @@ def test_lengths_without_arrivals_are_taken_in_random_order_at_the_rate_asked_fo
   assert "lengths.csv, a trace (lengths); in random order, arrivals drawn" in report(experiment)[0]
 
 
+@pytest.mark.quick
 def test_a_row_that_cannot_run_is_named_by_its_line_also_where_order_is_random(lengths_only):
   config = load_config(A100, [f"workload.trace={lengths_only}", "cache.max_len=48"])
   with pytest.raises(ValueError, match=r"lengths.csv:26 \(25 prompt, 26 output tokens\)"):
     check(config, pathlib.Path("unused"))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_a_named_workload_is_drawn_and_labelled_synthetic(name):
   workload = named_workload(WorkloadConfig(lengths=LENGTHS, load=0.5), name)
@@ -112,8 +119,10 @@ def test_a_named_workload_is_drawn_and_labelled_synthetic(name):
   assert traffic.label == WORKLOADS[name].label
   assert (workload.arrivals, workload.cv) == (WORKLOADS[name].arrivals, WORKLOADS[name].cv)
   assert workload.load == 0.5
+  assert from_plain(WorkloadConfig, json.loads(json.dumps(to_plain(workload)))) == workload
 
 
+@pytest.mark.quick
 def test_the_length_scale_divides_what_is_drawn():
   workload = named_workload(WorkloadConfig(lengths=LENGTHS, length_scale=32), "arxiv")
   traffic = read_traffic(workload)
@@ -128,6 +137,7 @@ def test_the_length_scale_divides_what_is_drawn():
   assert fixed.label == "Fixed; lengths divided by 2"
 
 
+@pytest.mark.quick
 def test_a_workload_without_a_name_has_no_label():
   experiment = simulate("workload.num_requests=3")
   assert experiment.workload_label is None
@@ -136,9 +146,44 @@ def test_a_workload_without_a_name_has_no_label():
   assert experiment.requests[0].arrival_s == to_ticks(experiment.requests[0].arrival_s)
 
 
+CONFIG = """
+from pdjax.config import CacheConfig, ExperimentConfig, SchedulerOptions, WorkloadConfig
+from pdjax.workloads.lengths import Fixed
+
+def get_config():
+  return ExperimentConfig(
+    model="tiny",
+    num_devices=1,
+    workload=WorkloadConfig(
+      lengths=Fixed(prompt_tokens=4, output_tokens=4), length_scale=32, trace_speed=1e3
+    ),
+    scheduler=SchedulerOptions(token_budget=8),
+    cache=CacheConfig(num_rows=2),
+  )
+"""
+
+
+def test_a_scaled_trace_runs_on_the_engine_in_chunks_shorter_than_its_prompts(tmp_path, mooncake):
+  (tmp_path / "small.py").write_text(CONFIG)
+  command = [sys.executable, "-m", "experiments.run", "--config=small.py", f"--trace={mooncake}",
+             "--out=out"]  # fmt: skip
+  # What is compiled runs for milliseconds, so it is compiled fast.
+  fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+  env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": fast}
+  done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+  assert done.returncode == 0, done.stderr
+  data = json.loads((tmp_path / "out" / "summary.json").read_text())
+  assert data["workload"].startswith("mooncake.jsonl, a trace (mooncake); lengths divided by 32")
+  assert data["strategies"]["chunked"]["num_failed"] == 0
+  log = read_events(tmp_path / "out" / "events.jsonl")["chunked"]
+  outputs = {r.request_id: len(r.token_ids) for r in request_records(log).values()}
+  assert outputs == {i: max(1, round(row[2] / 32)) for i, row in enumerate(MOONCAKE)}
+
+
 # --list -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_the_list_has_a_line_for_every_name():
   sections = {}
   for section in catalogue().split("\n\n"):
@@ -158,6 +203,7 @@ def test_the_list_has_a_line_for_every_name():
   assert sections["hardware"]["a100"] == "312 TFLOP/s, 2.039 TB/s, 80 GB; step times fitted"
 
 
+@pytest.mark.quick
 def test_a_line_is_the_first_sentence_however_it_is_broken():
   def documented():
     """One sentence over
@@ -169,6 +215,7 @@ def test_a_line_is_the_first_sentence_however_it_is_broken():
   assert first_sentence(documented) == "One sentence over two lines: of vLLM"
 
 
+@pytest.mark.quick
 def test_the_list_needs_no_jax_and_runs_nothing(tmp_path):
   (tmp_path / "jax.py").write_text("raise SystemError('jax was imported')")
   done = subprocess.run(

@@ -69,6 +69,16 @@ CASES = {
     ["--model=tiny", "--set", "scheduler.policy=saratih"],
     ["unknown policy 'saratih'", "did you mean sarathi"],
   ),
+  "an option that a policy does not have": (
+    "run",
+    ["--backend=sim", "--set", "scheduler.policy_options=deadline.safty=2"],
+    ["deadline", "'safty'", "did you mean safety", "ttft_s"],
+  ),
+  "an option of the wrong type": (
+    "run",
+    ["--strategy=orca", "--set", "scheduler.policy_options=deadline.safety=much"],
+    ["deadline", "safety='much'", "type float"],
+  ),
   "a rate of nothing": (
     "compare",
     ["--model=tiny", "--set", "workload.rate_rps=1e-300"],

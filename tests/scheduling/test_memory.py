@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 
 import pytest
 from hypothesis import given, settings
@@ -265,10 +266,10 @@ def test_a_running_decode_waits_no_longer_than_a_step_of_the_budget():
   """Whatever arrives: the gap between its tokens is one step of at most the budget."""
   budget = 16
   requests = [request(0, 4, 30)] + [request(i, 100, 2, i / 1000) for i in range(1, 5)]
-  log, pool = serve_all(requests, budget=budget)
+  log, _ = serve_all(requests, budget=budget)
   ends = [e.end_s for e in log if isinstance(e, Step) and 0 in e.emitted_ids]
   longest = 8e-3 + 28e-6 * budget  # virtual.step_s
-  assert max(b - a for a, b in zip(ends, ends[1:])) <= longest + 1e-6
+  assert max(b - a for a, b in itertools.pairwise(ends)) <= longest + 1e-6
 
 
 # Wrong limits -------------------------------------------------------------------------------------
@@ -295,5 +296,5 @@ def test_limits_out_of_range_are_named(limits, message):
 
 def test_an_eviction_rule_that_does_not_exist_is_named():
   pages = make_pool().scheduler.pages.config
-  with pytest.raises(ValueError, match="'fifo'.*lru, lfu, length"):
+  with pytest.raises(ValueError, match=r"'fifo'.*lru, lfu, length"):
     Scheduler(lambda step: None, pages, SchedulerConfig(token_budget=16, eviction="fifo"))

@@ -115,6 +115,7 @@ def traffic(draw):
       "look_ahead": st.integers(0, 2),
       "max_partial_prefills": st.integers(1, 2),
       "max_preemptions": st.integers(0, 2),
+      "swap_tokens": st.sampled_from([20, 1000]),
     },
   ),
   steps_in_flight=st.sampled_from([1, 2]),

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual import expected, make_cluster, make_pool, run, tokens_of
 
-from pdjax.core.events import Preempted, Step
+from pdjax.core.events import Copied, Preempted, Step
 from pdjax.core.request import Request, SamplingParams
 from pdjax.core.sequence import Sequence
 from pdjax.scheduling.pages import EVICTION, PageConfig, PagePool
@@ -134,8 +134,31 @@ def test_tokens_are_those_of_a_pool_without_a_cache(strategy, steps_in_flight, e
   assert tokens_of(log) == expected(requests)
 
 
+@pytest.mark.parametrize("num_prompt", [3, 4, 5, 19, 20, 21])
+def test_only_what_the_decode_pool_lacks_is_handed_over(num_prompt):
+  """The second request finds its whole pages in both pools; with none left over nothing moves."""
+  requests = [request(i, ids(num_prompt), max_tokens=3) for i in range(2)]
+  cluster = make_cluster("disaggregated", limits=CACHE)
+  log = run(cluster, requests)
+  assert tokens_of(log) == expected(requests)
+  first, second = (event for event in log if isinstance(event, Copied))
+  in_pages = num_prompt // PAGE * PAGE  # its first token is known by then: no position is kept back
+  assert first.num_tokens == num_prompt and second.num_tokens == num_prompt - in_pages
+  assert second.num_bytes * num_prompt == first.num_bytes * second.num_tokens
+
+
+def test_the_decode_pool_keeps_what_it_generated_for_the_next_turn():
+  first = request(0, ids(10), max_tokens=9)
+  second = request(1, first.prompt_ids + expected([first])[0] + ids(5, 2))
+  log = run(make_cluster("disaggregated", limits=CACHE), [first, second])
+  assert tokens_of(log) == expected([first, second])
+  copies = [event for event in log if isinstance(event, Copied)]
+  assert copies[1].num_tokens == 24 - 16, "18 positions of the first turn were computed there"
+  assert first_starts(log)[1] == 8, "the prefill pool knows the prompt alone"
+
+
 def test_rows_that_are_one_stretch_of_memory_cannot_share():
-  with pytest.raises(ValueError, match="cache.layout=paged"):
+  with pytest.raises(ValueError, match=r"cache\.layout=paged"):
     make_pool(contiguous=True, limits=CACHE)
 
 
@@ -145,12 +168,36 @@ def test_keys_tell_prefixes_apart_by_content_and_by_place():
     return seq.page_keys
 
   a, b = ids(8, 1), ids(8, 2)
-  assert len(keys(a + (5,))) == 2
+  assert len(keys((*a, 5))) == 2
   assert keys(a + b)[:2] == keys(a)
   assert len({*keys(a + a), *keys(b + a)}) == 8, "the same page elsewhere is another"
   lengths_only = dataclasses.replace(request(0, a), prompt_ids=None)
   extend_keys(seq := Sequence(lengths_only), 8, PAGE)
   assert seq.page_keys == []
+
+
+@pytest.mark.parametrize("block", [2, 4, 6, 8, 512])
+def test_ids_of_blocks_stand_for_tokens_that_nobody_knows(block):
+  """Blocks may be smaller or larger than pages, and the last one cut short."""
+
+  def keys(hashes, num_tokens):
+    lengths_only = Request(
+      request_id=0,
+      arrival_s=0.0,
+      num_prompt_tokens=num_tokens,
+      sampling=SamplingParams(max_tokens=1),
+      prefix_hashes=hashes[: -(-num_tokens // block)],
+      prefix_block_tokens=block,
+    )
+    extend_keys(seq := Sequence(lengths_only), num_tokens, PAGE)
+    return seq.page_keys
+
+  one, two = tuple(range(50)), (*range(2), *range(100, 148))
+  a, b = keys(one, 30), keys(two, 30)
+  assert len(a) == len(b) == 30 // PAGE
+  common = min(2 * block, 30) // PAGE
+  assert a[:common] == b[:common] and a[common:] != b[common:] or common == 30 // PAGE
+  assert keys(one, 25) == a[: 25 // PAGE], "a shorter prompt of the same blocks"
 
 
 # The pool by itself -------------------------------------------------------------------------------

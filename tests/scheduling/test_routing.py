@@ -1,4 +1,7 @@
-"""A request goes to the pool with the fewest tokens left; the counts follow every step."""
+"""Which pool takes a request, by load, by chance, by cache, by predicted times; and who is refused.
+
+The counts that routers read follow every step.
+"""
 
 import pytest
 from hypothesis import given, settings
@@ -6,9 +9,18 @@ from hypothesis import strategies as st
 from virtual import make_pool
 
 from pdjax.core.plan import StepResult
-from pdjax.core.request import Request, SamplingParams
+from pdjax.core.request import Request, SamplingParams, Slo
 from pdjax.core.sequence import Sequence
-from pdjax.scheduling.routing import ROUTERS, least_outstanding_tokens
+from pdjax.scheduling.routing import (
+  ROUTERS,
+  Conductor,
+  PowerOfTwo,
+  RandomPool,
+  Rejected,
+  Routing,
+  least_outstanding_tokens,
+  local_cache,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -22,6 +34,10 @@ def make_request(request_id, num_prompt_tokens, max_tokens):
   )
 
 
+def route(pools, request, router=least_outstanding_tokens, **more):
+  return router(Routing(seq=Sequence(request), now_s=0.0, entry=pools, **more))
+
+
 def step(scheduler):
   plan = scheduler.next_step()
   num_tokens = sum(s.emits_token for s in plan.prefills) + len(plan.decodes)
@@ -31,14 +47,14 @@ def step(scheduler):
 def test_the_least_loaded_pool_wins_and_the_first_among_equals():
   pools = [make_pool(f"mixed{i}").scheduler for i in range(3)]
   new = make_request(9, 1, 1)
-  assert least_outstanding_tokens(pools, new) == 0
+  assert route(pools, new) == 0
   pools[0].add(Sequence(make_request(0, 10, 5)))  # 15 tokens left
-  assert least_outstanding_tokens(pools, new) == 1
+  assert route(pools, new) == 1
   pools[1].add(Sequence(make_request(1, 2, 12)))  # 14
   pools[2].add(Sequence(make_request(2, 13, 3)))  # 16
-  assert least_outstanding_tokens(pools, new) == 1
+  assert route(pools, new) == 1
   step(pools[0])  # computes 10 prompt tokens and gives 1: 4 left
-  assert least_outstanding_tokens(pools, new) == 0
+  assert route(pools, new) == 0
 
 
 def test_a_prefill_pool_counts_no_output_that_another_pool_will_decode():
@@ -47,7 +63,7 @@ def test_a_prefill_pool_counts_no_output_that_another_pool_will_decode():
   ]
   pools[0].add(Sequence(make_request(0, 4, 100)))
   pools[1].add(Sequence(make_request(1, 5, 1)))
-  assert least_outstanding_tokens(pools, make_request(9, 1, 1)) == 0
+  assert route(pools, make_request(9, 1, 1)) == 0
 
 
 def test_the_counts_follow_progress():
@@ -78,7 +94,167 @@ def test_pools_end_up_within_one_request_of_each_other(sizes):
   pools = [make_pool(f"mixed{i}").scheduler for i in range(3)]
   for i, size in enumerate(sizes):
     request = make_request(i, *size)
-    pools[ROUTERS["least_outstanding_tokens"](pools, request)].add(Sequence(request))
+    pools[route(pools, request)].add(Sequence(request))
   left = [p.prefill_tokens_left + p.output_tokens_left for p in pools]
   assert sum(left) == sum(map(sum, sizes))
   assert max(left) - min(left) <= max(map(sum, sizes))
+
+
+# By chance and by cache ---------------------------------------------------------------------------
+
+
+def test_a_random_pool_is_each_as_often_and_always_the_same_for_a_request():
+  pools = [make_pool(f"mixed{i}").scheduler for i in range(4)]
+  requests = [make_request(i, 1, 1) for i in range(800)]
+  drawn = [route(pools, r, RandomPool(seed=1)) for r in requests]
+  assert all(150 < drawn.count(i) < 250 for i in range(4))
+  assert drawn == [route(pools, r, RandomPool(seed=1)) for r in requests]
+  assert drawn != [route(pools, r, RandomPool(seed=2)) for r in requests]
+
+
+def test_the_better_of_two_is_never_the_fullest_pool_and_not_always_the_emptiest():
+  pools = [make_pool(f"mixed{i}").scheduler for i in range(4)]
+  for i, pool in enumerate(pools):
+    pool.add(Sequence(make_request(i, 10 * (i + 1), 1)))
+  drawn = [route(pools, make_request(i, 1, 1), PowerOfTwo()) for i in range(4, 400)]
+  assert set(drawn) == {0, 1, 2} and drawn.count(0) > drawn.count(1) > drawn.count(2)
+  assert route(pools[:1], make_request(500, 1, 1), PowerOfTwo()) == 0
+
+
+def with_ids(request_id, ids, max_tokens=2, slo=None):
+  return Request(
+    request_id=request_id,
+    arrival_s=0.0,
+    num_prompt_tokens=len(ids),
+    prompt_ids=tuple(ids),
+    sampling=SamplingParams(max_tokens=max_tokens),
+    slo=slo,
+  )
+
+
+def cached_pool(name, prompts, *, role="mixed", predict=None, budget=64):
+  """A pool that has computed `prompts` and is idle again."""
+  policy = {"mixed": "sarathi", "prefill": "prefill_only", "decode": "sarathi"}[role]
+  pool = make_pool(name, role=role, policy=policy, budget=budget, limits={"prefix_cache": True})
+  scheduler = pool.scheduler
+  scheduler.predict_step_s = predict
+  for i, ids in enumerate(prompts):
+    scheduler.add(Sequence(with_ids(1000 + i, ids, max_tokens=1)))
+    while scheduler.waiting or scheduler.running:
+      step(scheduler)
+  return scheduler
+
+
+def test_the_pool_with_most_of_the_prompt_in_its_cache_wins_whatever_its_load():
+  prompt = range(20)
+  pools = [cached_pool("a", []), cached_pool("b", [range(9)]), cached_pool("c", [range(17)])]
+  assert route(pools, with_ids(0, prompt), local_cache) == 2
+  pools[2].add(Sequence(make_request(1, 50, 50)))
+  assert route(pools, with_ids(0, prompt), local_cache) == 2
+  assert route(pools, with_ids(0, range(50, 70)), local_cache) == 0, (
+    "nobody has it: the least loaded"
+  )
+
+
+# Mooncake's Conductor -----------------------------------------------------------------------------
+
+
+def step_s(counts):
+  """A millisecond a prompt token; a decode step of 10 ms and one more for each sequence."""
+  decode_s = 1e-3 * (10 + counts.num_decodes) if counts.num_decodes else 0.0
+  return 1e-3 * counts.num_prefill_tokens + decode_s
+
+
+def test_the_conductor_weighs_the_cache_against_the_queue():
+  pools = [cached_pool("a", [], predict=step_s), cached_pool("b", [range(17)], predict=step_s)]
+  conductor = Conductor()
+  assert route(pools, with_ids(0, range(20)), conductor) == 1, "16 of 20 tokens are there"
+  pools[1].add(Sequence(make_request(1, 15, 1)))
+  assert route(pools, with_ids(0, range(20)), conductor) == 1, "15 + 4 ms against 20"
+  pools[1].add(Sequence(make_request(2, 2, 1)))
+  assert route(pools, with_ids(0, range(20)), conductor) == 0, "17 + 4 ms against 20"
+
+
+def test_early_rejection_tells_who_would_miss_a_target_of_either_phase():
+  prefill = cached_pool("p", [], role="prefill", predict=step_s)
+  decode = cached_pool("d", [], role="decode", predict=step_s)
+  slo = Slo(ttft_s=0.030, tpot_s=0.012)
+
+  def ask(num_tokens, rejects="early"):
+    request = with_ids(0, range(num_tokens), slo=slo)
+    return route([prefill], request, Conductor(rejects=rejects), decode=[decode])
+
+  assert ask(30) == 0
+  assert "TTFT 0.031 s is over 0.03 s" in ask(31).reason
+  assert ask(31, "never") == 0
+  run_one(decode, 50)
+  assert ask(30) == 0, "two sequences take 12 ms"
+  run_one(decode, 51)
+  assert isinstance(ask(30), Rejected) and "TPOT 0.013 s" in ask(30).reason
+
+
+def run_one(scheduler, request_id, num_tokens=4, max_tokens=40):
+  scheduler.add(Sequence(make_request(request_id, num_tokens, max_tokens)))
+  while not any(s.request_id == request_id for s in scheduler.decoding.values()):
+    step(scheduler)
+
+
+def test_prediction_counts_who_will_have_come_and_who_will_have_gone():
+  """Mooncake's point: the decode pool of now is not the one that this prompt will meet."""
+  prefill = cached_pool("p", [], role="prefill", predict=step_s)
+  decode = cached_pool("d", [], role="decode", predict=step_s)
+  slo = Slo(ttft_s=9.0, tpot_s=0.012)
+
+  def ask(rejects, decode_s=10.0):
+    request = with_ids(0, range(20), slo=slo)
+    router = Conductor(rejects=rejects, decode_s=decode_s)
+    return route([prefill], request, router, decode=[decode])
+
+  assert ask("early") == ask("predicted") == 0
+  for i in range(2):  # both will be in the decode pool when this prompt gets there
+    prefill.add(Sequence(make_request(10 + i, 10, 5)))
+  assert ask("early") == 0 and isinstance(ask("predicted"), Rejected)
+  prefill.drop(10), prefill.drop(11)
+  run_one(decode, 50), run_one(decode, 51)
+  assert isinstance(ask("early"), Rejected) and isinstance(ask("predicted"), Rejected)
+  assert ask("predicted", decode_s=0.02) == 0, "they will be gone"
+
+
+def test_short_or_well_cached_prompts_prefill_where_they_decode_if_its_steps_stay_in_time():
+  prefill = cached_pool("p", [], role="prefill", predict=step_s)
+  decode = cached_pool("d", [range(17)], role="decode", predict=step_s)
+  slo = Slo(ttft_s=9.0, tpot_s=0.020)
+
+  def ask(ids, limit=8):
+    router = Conductor(local_prefill_tokens=limit)
+    return route([prefill], with_ids(0, ids, slo=slo), router, decode=[decode])
+
+  assert ask(range(100, 108)) == 1, "8 new tokens: 8 + 11 ms"
+  assert ask(range(100, 109)) == 0, "9 are too many"
+  assert ask(range(20)) == 1, "16 of its 20 tokens are cached there"
+  assert ask(range(100, 108), limit=0) == 0
+  for i in range(3):
+    run_one(decode, 50 + i)
+  assert ask(range(100, 108)) == 0, "14 + 8 ms are over the target of the running decodes"
+
+
+def test_who_plans_by_time_says_so_where_nobody_knows_it():
+  with pytest.raises(ValueError, match="how long steps take"):
+    route([cached_pool("a", [])], with_ids(0, range(5)), Conductor())
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"rejects": "late"}, "rejects='late' must be one of never, early, predicted"),
+    ({"ttft_s": 0.0}, "ttft_s=0.0 must be positive"),
+    ({"local_prefill_tokens": -1}, "local_prefill_tokens=-1"),
+  ],
+)
+def test_wrong_options_are_named(options, message):
+  with pytest.raises(ValueError, match=message):
+    Conductor(**options)
+
+
+def test_every_router_has_a_line_of_description():
+  assert all(router.__doc__.split("\n")[0].endswith((".", ").")) for router in ROUTERS.values())

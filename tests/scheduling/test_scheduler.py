@@ -105,8 +105,13 @@ class Watch:
     kept = [s for s in decoding if s.row is not None]
     stalled = [s for s in kept if s.request_id not in planned]
     assert all(s.request_id in self.scheduler.pages_owed for s in stalled)
-    if not self.scheduler.num_pages_coming:  # no page is on its way: only the newest may go without
-      assert stalled in ([], kept[-1:])
+    if self.scheduler.num_pages_coming:
+      return
+    # No page is on its way: only those go without who find nobody newer to take pages from.
+    running, most = list(self.scheduler.running.values()), self.scheduler.config.max_preemptions
+    for seq in stalled:
+      newer = running[running.index(seq) + 1 :]
+      assert all(s.num_preemptions >= most or s.request_id in planned for s in newer)
 
   def _check_limits(self, plan):
     config, pages = self.scheduler.config, self.scheduler.pages.config

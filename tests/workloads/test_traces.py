@@ -110,6 +110,7 @@ def test_gzipped_files_are_read_alike_whatever_their_name(tmp_path, text):
     (json_row() + '{"timestamp": 1, "input_length": 5}', 2, "no output_length, hash_ids"),
     (json_row(input_length=1025), 1, "2 hash_ids, but input_length=1025 are 3 blocks of 512"),
     (json_row(hash_ids=(0, -1)), 1, "hash_ids is not a list of whole numbers"),
+    (json_row(hash_ids=(0, 2**63)), 1, "hash_ids is not a list of whole numbers"),
     (json_row(timestamp="0"), 1, "timestamp='0' is not a number"),
     (json_row(timestamp=-1), 1, "timestamp=-1 must be from 0"),
     (json_row(input_length=600.0), 1, "input_length=600.0 is not a whole number"),
