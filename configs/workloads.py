@@ -15,7 +15,8 @@ What the points are, and how far the means of many draws are from the published 
                 quantiles of the file: prompt 0 %, output +1 %. Gaps nearly Poisson.
   azure-code    its code trace, 8,819 rows: median, p90, p99 and longest, and a shortest prompt that
                 gives the mean; output +20 % (what lies between p99 and the longest is rare). Whole
-                minutes without a request, then 67 in a second: gaps with a cv of 13.
+                minutes without a request, then 67 in a second: gaps with a cv of 13. A few hundred
+                requests are a burst or two, whatever rate was asked for.
   mooncake-conversation
                 Mooncake's FAST'25 conversation trace (Apache-2.0), 12,031 rows, nine quantiles of
                 the file: prompt +6 %, output 0 %. Arrivals are taken as Poisson: the trace has

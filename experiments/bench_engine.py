@@ -272,7 +272,7 @@ def decode_gaps(steps_in_flight: int) -> tuple[float, float, list[tuple[int, ...
   )
   buckets = default_buckets(pages, whole_budget=256, chunk_budget=256)
   (executor,) = build_executors(model, pages, buckets, [devices], layout="slots")
-  for _ in warm_up([executor], [{"mixed"}]):
+  for _ in warm_up([executor], [{"prefill", "decode", "mixed"}]):
     pass
   requests = [
     Request(
@@ -379,7 +379,7 @@ def run(bench: Bench) -> int:
     pages, whole_budget=max(PREFILL_TOKENS, bench.token_budget), chunk_budget=bench.token_budget
   )
   (executor,) = build_executors(model, pages, buckets, [devices], layout="slots")
-  for line in warm_up([executor], [{"mixed"}]):
+  for line in warm_up([executor], [{"prefill", "decode", "mixed"}]):
     progress.update(f"warm-up: {line}")
 
   progress.update("measuring ceilings and steps")

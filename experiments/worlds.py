@@ -19,7 +19,7 @@ from pdjax.core.costs import StepCounts
 from pdjax.core.model_config import ModelConfig
 from pdjax.core.names import pick
 from pdjax.core.plan import StepPlan
-from pdjax.deployment import largest_budgets, make_pages, roles_of
+from pdjax.deployment import largest_budgets, make_pages, uses_of
 from pdjax.llm import open_model
 from pdjax.scheduling.pages import PageConfig
 from pdjax.serving.executor import Executor
@@ -183,28 +183,30 @@ class JaxWorld:
     show(f"warm-up: compiling for {config.num_devices} devices{_each(config)}")
     whole_budget, chunk_budget = largest_budgets(specs, config.scheduler, self.pages)
     buckets = default_buckets(self.pages, whole_budget=whole_budget, chunk_budget=chunk_budget)
-    roles = roles_of(specs)
+    uses = uses_of(specs, config.scheduler)
     executors = build_executors(
       self._model,
       self.pages,
       buckets,
-      [self._groups[group] for group in roles],
+      [self._groups[group] for group in uses],
       layout=config.cache.layout,
     )
-    self._executors = dict(zip(roles, executors, strict=True))
+    self._executors = dict(zip(uses, executors, strict=True))
     self._able = {  # by kind of step; a shape that no pool uses is not compiled to be timed
-      kind: [self._executors[group] for group, own in roles.items() if own & {kind, "mixed"}]
+      kind: [self._executors[group] for group, own in uses.items() if kind in own]
       for kind in ("prefill", "decode")
     }
-    for number, line in enumerate(warm_up(executors, list(roles.values())), 1):
+    for number, line in enumerate(warm_up(executors, list(uses.values())), 1):
       show(f"warm-up, shape {number}: {line}")
-    # No longer than what a step here can take: beyond it the slope of the chunks goes on.
-    longest_prompt = min(self._longest[0], whole_budget)
-    where = dict(longest_prompt=longest_prompt, context=self._context, repeats=3)
+    # No step here takes more: where all pools cut prompts, the longest is as many chunks.
+    most = min(self._longest[0], whole_budget)
+    where = dict(longest_prompt=most, context=self._context, repeats=3)
     show("timing steps, one pool at a time")
-    self.alone = measure(self.pages, lambda plan: _time(self._able[plan.kind][:1], plan), **where)
+    alone = measure(self.pages, lambda plan: _time(self._able[plan.kind][:1], plan), **where)
     show("timing steps, all pools together")
-    self.together = measure(self.pages, lambda plan: _time(self._able[plan.kind], plan), **where)
+    together = measure(self.pages, lambda plan: _time(self._able[plan.kind], plan), **where)
+    self.alone = _in_chunks(alone, self._longest[0])
+    self.together = _in_chunks(together, self._longest[0])
     for executor in executors:
       executor.reset()
     # What compiling left behind is never garbage: a full collection in a run would be a gap.
@@ -242,6 +244,15 @@ def _time(executors: Sequence[Executor], plan: StepPlan) -> float:
   for ticket in [executor.submit(plan, 0.0) for executor in executors]:
     ticket.result()
   return time.perf_counter() - start_s
+
+
+def _in_chunks(times: StepTimes, longest_prompt: int) -> StepTimes:
+  """With what the longest prompt takes, in steps of the largest size that was timed."""
+  most, most_s = times.prefill[-1]
+  if longest_prompt <= most:
+    return times
+  whole = (longest_prompt, most_s * longest_prompt / most)
+  return dataclasses.replace(times, prefill=(*times.prefill, whole))
 
 
 def _make_pages(

@@ -16,6 +16,7 @@ from pdjax.core.names import pick
 from pdjax.core.plain import from_plain, to_plain
 from pdjax.core.request import SamplingParams
 from pdjax.scheduling.policies import POLICIES, make_policy
+from pdjax.scheduling.routing import ROUTERS, make_router
 from pdjax.scheduling.scheduler import SchedulerConfig
 from pdjax.workloads.lengths import Fixed, LogNormal, Mix, Quantiles, Uniform
 
@@ -75,10 +76,10 @@ class WorkloadConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOptions:
-  """Limits of a step, who gets memory, and options of policies.
+  """Limits of a step, who gets memory, which pool takes a request, and options of either.
 
-  `policy` replaces that of mixed pools, to try a new one. `policy_options` are written
-  "policy.option=value"; those of a policy that no pool runs change nothing.
+  `policy` replaces that of mixed pools, to try a new one. `options` are of policies and routers,
+  written "name.option=value"; those of one that nobody uses change nothing.
 
   `token_budget` is that of policies that cut prompts; the others take whole prompts, and theirs is
   `prefill_budget`, None for the longest request. The rest is as `SchedulerConfig` says:
@@ -86,7 +87,8 @@ class SchedulerOptions:
   """
 
   policy: str | None = None
-  policy_options: tuple[str, ...] = ()
+  router: str = "least_outstanding_tokens"
+  options: tuple[str, ...] = ()
   token_budget: int = 128
   prefill_budget: int | None = None
   reservation: str | None = None
@@ -109,17 +111,24 @@ class SchedulerOptions:
       self.limits(token_budget=self.token_budget, chunk_prompts=True)
     except ValueError as error:
       raise ValueError(f"scheduler.{error}") from error
-    for text in self.policy_options:
+    try:
+      make_router(self.router)
+    except ValueError as error:
+      raise ValueError(f"scheduler.router: {error}") from error
+    for text in self.options:
       try:
-        policy = _policy_option(text)[0]
-        make_policy(policy, self.options_of(policy))
+        name = _option(text)[0]
+        if name in ROUTERS:
+          make_router(name, self.options_of(name))
+        else:
+          make_policy(name, self.options_of(name))
       except ValueError as error:
-        raise ValueError(f"scheduler.policy_options: {error}") from error
+        raise ValueError(f"scheduler.options: {error}") from error
 
-  def options_of(self, policy: str) -> dict[str, Any]:
-    """What `policy_options` says about `policy`."""
-    options = map(_policy_option, self.policy_options)
-    return {option: value for name, option, value in options if name == policy}
+  def options_of(self, member: str) -> dict[str, Any]:
+    """What `options` says about the policy or router of this name."""
+    options = map(_option, self.options)
+    return {option: value for name, option, value in options if name == member}
 
   def limits(self, **changes: Any) -> SchedulerConfig:
     """The scheduler's limits as these options say, but for `changes`."""
@@ -367,12 +376,12 @@ def _parse(hint: Any, text: str, path: str) -> Any:
   raise ValueError(f"--set {path}={text}: not a value of type {_type_name(hint)}")
 
 
-def _policy_option(text: str) -> tuple[str, str, Any]:
+def _option(text: str) -> tuple[str, str, Any]:
   path, equals, value = text.partition("=")
-  policy, dot, option = path.strip().partition(".")
+  name, dot, option = path.strip().partition(".")
   if not (equals and dot):
-    raise ValueError(f"{text!r} is not policy.option=value")
-  return policy, option, _literal(value.strip())
+    raise ValueError(f"{text!r} is not name.option=value")
+  return name, option, _literal(value.strip())
 
 
 def _literal(text: str) -> Any:

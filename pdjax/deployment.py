@@ -12,6 +12,7 @@ from pdjax.config import CacheConfig, PoolSpec, SchedulerOptions
 from pdjax.core.names import pick
 from pdjax.scheduling.pages import PageConfig
 from pdjax.scheduling.policies import POLICIES, make_policy
+from pdjax.scheduling.routing import make_router
 from pdjax.scheduling.scheduler import Scheduler, SchedulerConfig, StepTime
 from pdjax.serving.cluster import Cluster, Pool
 from pdjax.serving.executor import Executor
@@ -50,10 +51,10 @@ def make_cluster(
 ) -> Cluster:
   """The pools of a strategy, empty. `executor` gives that of a group of devices.
 
-  `predict_step_s` tells policies that plan by time how long a step of any pool takes.
+  `predict_step_s` tells policies and routers that plan by time how long a step of any pool takes.
 
   Raises:
-    ValueError: limits that cannot serve, or a policy that does not exist or does not fit.
+    ValueError: limits that cannot serve, or a policy or router that does not exist or does not fit.
   """
   pools = []
   for spec in specs:
@@ -61,15 +62,17 @@ def make_cluster(
     policy = make_policy(name, options.options_of(name))
     scheduler = Scheduler(policy, pages, limits(spec, options, pages), predict_step_s)
     pools.append(Pool(spec.name, spec.role, scheduler, executor(spec.devices)))
-  return Cluster(pools)
+  return Cluster(pools, make_router(options.router, options.options_of(options.router)))
 
 
 def policy_name(spec: PoolSpec, options: SchedulerOptions) -> str:
-  """The policy of a pool.
+  """The policy of a pool. A decode pool that a router sends prompts to needs one that takes them.
 
   Raises:
     ValueError: `options.policy` does not exist, or cannot serve a mixed pool.
   """
+  if spec.role == "decode" and _prefills_locally(options):
+    return "sarathi"
   if spec.role != "mixed" or options.policy is None:
     return spec.policy
   if pick(POLICIES, options.policy, "policy").half:
@@ -81,10 +84,18 @@ def policy_name(spec: PoolSpec, options: SchedulerOptions) -> str:
   return options.policy
 
 
+def _prefills_locally(options: SchedulerOptions) -> bool:
+  return options.router == "conductor" and (
+    make_router(options.router, options.options_of(options.router)).local_prefill_tokens > 0
+  )
+
+
 def limits(spec: PoolSpec, options: SchedulerOptions, pages: PageConfig) -> SchedulerConfig:
   """The limits of a pool's steps: the scheduler keeps them, the engine compiles shapes for them."""
   policy = POLICIES[policy_name(spec, options)]
   reservation = options.reservation or policy.reservation
+  if spec.role == "decode":
+    reservation = "request"  # as what is handed over: nobody there is ever preempted
   changes = dict(decodes=spec.role != "prefill", reservation=reservation)
   if not policy.chunks:
     # Beside decodes of all rows there is still room for the longest prompt.
@@ -106,9 +117,22 @@ def largest_budgets(
   return max(budgets), max(mixing)
 
 
-def roles_of(specs: Iterable[PoolSpec]) -> dict[tuple[int, ...], set[str]]:
-  """Every group of devices, in order, with the roles that it plays in one pool or another."""
-  roles: dict[tuple[int, ...], set[str]] = {}
+def uses_of(
+  specs: Iterable[PoolSpec], options: SchedulerOptions
+) -> dict[tuple[int, ...], set[str]]:
+  """Every group of devices, in order, with what its pools need compiled.
+
+  Kinds of step, and `gather` and `scatter` of pages for hand-offs and swaps.
+  """
+  uses: dict[tuple[int, ...], set[str]] = {}
   for spec in specs:
-    roles.setdefault(spec.devices, set()).add(spec.role)
-  return dict(sorted(roles.items()))
+    own = uses.setdefault(spec.devices, set())
+    policy = POLICIES[policy_name(spec, options)]
+    own |= {"prefill": {"prefill", "gather"}, "decode": {"decode", "scatter"}}.get(
+      spec.role, {"prefill", "decode"}
+    )
+    if spec.role != "prefill" and policy.mixes:
+      own |= {"prefill", "mixed"}
+    if options.swap_tokens:
+      own |= {"gather", "scatter"}
+  return dict(sorted(uses.items()))

@@ -35,10 +35,10 @@ from pdjax.core.names import pick
 from pdjax.core.plan import TokenLogprobs
 from pdjax.core.request import Request, SamplingParams
 from pdjax.core.sequence import Sequence
-from pdjax.deployment import largest_budgets, make_cluster, make_pages, roles_of
+from pdjax.deployment import largest_budgets, make_cluster, make_pages, uses_of
 from pdjax.metrics.latency import Phases, RequestRecord, phases, request_records
 from pdjax.serving.cluster import Cluster
-from pdjax.serving.loop import Inbox, Turn, serve
+from pdjax.serving.loop import GRACE_S, Inbox, Turn, serve
 from pdjax.sources import resolve
 from pdjax.stopping import Settled, Stopper, with_eos
 from pdjax.tokenizer import ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer
@@ -162,7 +162,7 @@ class LLM:
     num_devices = _fewest_devices(make_pools, tp) if num_devices is None else num_devices
     self._specs = make_pools(num_devices, tp)
     self._options = SchedulerOptions(policy=policy, token_budget=token_budget)
-    roles = roles_of(self._specs)
+    uses = uses_of(self._specs, self._options)
     show = _progress(progress)
     path = resolve(str(model), show=show)
     checkpoint, self.tokenizer = open_model(path, check_weights=check_weights)
@@ -180,18 +180,18 @@ class LLM:
     from pdjax.engine.build import build_executors, default_buckets, warm_up
     from pdjax.engine.mesh import ensure_devices, make_mesh
 
-    devices = ensure_devices(sum(map(len, roles)))
-    groups = [[devices[i] for i in group] for group in roles]
+    devices = ensure_devices(sum(map(len, uses)))
+    groups = [[devices[i] for i in group] for group in uses]
     dtype = dtype or ("float32" if devices[0].platform == "cpu" else "bfloat16")
     show(f"reading {path}")
     loaded = checkpoint.load(dtype=dtype, target=make_mesh(groups[0]))
     whole, mixed = largest_budgets(self._specs, self._options, self._pages)
     buckets = default_buckets(self._pages, whole_budget=whole, chunk_budget=mixed)
     executors = build_executors(loaded, self._pages, buckets, groups, layout=layout)
-    for number, line in enumerate(warm_up(executors, list(roles.values())), 1):
+    for number, line in enumerate(warm_up(executors, list(uses.values())), 1):
       show(f"compiling, shape {number}: {line}")
     show("")
-    self._executors = dict(zip(roles, executors, strict=True))
+    self._executors = dict(zip(uses, executors, strict=True))
     self._rng = random.Random(seed)
     self._run: _Run | None = None
     self.log = EventLog()
@@ -205,24 +205,30 @@ class LLM:
     params: SamplingParams | Seq[SamplingParams],
     *,
     arrivals_s: Seq[float] | None = None,
+    timeout_s: float | None = None,
   ) -> list[Output]:
     """Answers prompts together; one output each, in their order.
 
     A prompt is text, token ids, or chat messages (`role`, `content`) for the model's template;
-    `params` are of all, or of each. All arrive at once, or so many seconds from now. Ctrl-C cancels
-    them, and the LLM can be used again. What fails on the way has its reason in its output.
+    `params` are of all, or of each. All arrive at once, or so many seconds from now; `timeout_s`
+    after that those fail that have not ended. Ctrl-C cancels them, and the LLM can be used again.
+    What fails on the way has its reason in its output.
 
     Raises:
       ValueError: a prompt that is empty, too long or not in the vocabulary; nothing has run.
       TypeError: a prompt of another type.
     """
-    with self._call(prompts, params, arrivals_s) as call:
+    with self._call(prompts, params, arrivals_s, timeout_s) as call:
       while call.step():
         pass
       return list(call.outputs(range(len(call.requests))).values())
 
   def stream(
-    self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams]
+    self,
+    prompts: Prompt | Seq[Prompt],
+    params: SamplingParams | Seq[SamplingParams],
+    *,
+    timeout_s: float | None = None,
   ) -> Iterator[Piece]:
     """As `generate`, but yields what is new as it comes; of each prompt the last has its output.
 
@@ -230,7 +236,7 @@ class LLM:
     them. Several streams may be open, and `generate` be called meanwhile: they share every step.
     Time that the caller takes between two pieces is part of the timings.
     """
-    return self._stream(self._call(prompts, params, None))
+    return self._stream(self._call(prompts, params, None, timeout_s))
 
   def _stream(self, call: _Call) -> Iterator[Piece]:
     told = [Settled("", 0)] * len(call.requests)
@@ -273,6 +279,7 @@ class LLM:
     prompts: Prompt | Seq[Prompt],
     params: SamplingParams | Seq[SamplingParams],
     arrivals_s: Seq[float] | None,
+    timeout_s: float | None,
   ) -> _Call:
     """Checks everything about a call; submits nothing yet."""
     if not self._executors:
@@ -297,6 +304,7 @@ class LLM:
           num_prompt_tokens=len(prompt_ids),
           prompt_ids=prompt_ids,
           sampling=with_eos(own, self.tokenizer.eos_ids),
+          timeout_s=timeout_s,
         )
         refusal = cluster.refusal(request)
       except ValueError as error:
@@ -435,6 +443,8 @@ class _Call:
       # Those that have not arrived yet are cancelled when they do; nobody waits for that.
       self._running &= {r.request_id for r in self.requests if r.arrival_s <= now_s}
       while not run.is_over and (self._running or (run.calls == [self] and run.is_busy)):
+        if not self._running and run.clock.now_s() > now_s + GRACE_S:
+          break  # work that never ends: its pages go with the run
         run.turn()
     finally:
       run.calls.remove(self)

@@ -104,16 +104,16 @@ def test_a_file_of_another_kind_is_named(tmp_path):
     ("cache.max_len=64", "cache.max_len", 64),
     ("scheduler.steps_in_flight=2", "scheduler.steps_in_flight", 2),
     (
-      "scheduler.policy_options=sarathi.tile_tokens=64",
-      "scheduler.policy_options",
+      "scheduler.options=sarathi.tile_tokens=64",
+      "scheduler.options",
       ("sarathi.tile_tokens=64",),
     ),
     (
-      "scheduler.policy_options=sarathi.tile_tokens=64, deadline.safety=1.5",
-      "scheduler.policy_options",
+      "scheduler.options=sarathi.tile_tokens=64, deadline.safety=1.5",
+      "scheduler.options",
       ("sarathi.tile_tokens=64", "deadline.safety=1.5"),
     ),
-    ("scheduler.policy_options=()", "scheduler.policy_options", ()),
+    ("scheduler.options=()", "scheduler.options", ()),
     ("scheduler.reservation=chunk", "scheduler.reservation", "chunk"),
     ("scheduler.max_partial_prefills=2", "scheduler.max_partial_prefills", 2),
     ("scheduler.prefix_cache=True", "scheduler.prefix_cache", True),
@@ -152,12 +152,12 @@ def test_a_part_can_be_replaced_whole():
     ("workload=5", "--set workload=5: not a value of type WorkloadConfig"),
     ('workload.lengths={"nonsense": 1}', "not a value of type"),
     ("strategies=chunked,nonsense", "unknown strategy 'nonsense'"),
-    ("scheduler.policy_options=tile_tokens=4", "'tile_tokens=4' is not policy.option=value"),
-    ("scheduler.policy_options=sarathi.tile_tokens", "is not policy.option=value"),
-    ("scheduler.policy_options=sarathy.tile_tokens=4", "'sarathy'; did you mean sarathi"),
-    ("scheduler.policy_options=sarathi.tile=4", "option of policy sarathi: 'tile'"),
-    ("scheduler.policy_options=sarathi.tile_tokens=x", "tile_tokens='x' is not a value of type"),
-    ("scheduler.policy_options=sarathi.tile_tokens=0", "tile_tokens=0 must be at least 1"),
+    ("scheduler.options=tile_tokens=4", "'tile_tokens=4' is not name.option=value"),
+    ("scheduler.options=sarathi.tile_tokens", "is not name.option=value"),
+    ("scheduler.options=sarathy.tile_tokens=4", "'sarathy'; did you mean sarathi"),
+    ("scheduler.options=sarathi.tile=4", "option of policy sarathi: 'tile'"),
+    ("scheduler.options=sarathi.tile_tokens=x", "tile_tokens='x' is not a value of type"),
+    ("scheduler.options=sarathi.tile_tokens=0", "tile_tokens=0 must be at least 1"),
     ("strategies=()", "strategies is empty"),
     ("num_devices=0", "num_devices=0 must be at least 1"),
     ("tp=3", "num_devices=2 is no multiple of tp=3"),
@@ -192,7 +192,7 @@ def test_an_assignment_that_makes_no_sense_says_why(assignment, message):
     (SchedulerOptions, {"look_ahead": -1}, "scheduler.look_ahead=-1 must be at least 0"),
     (SchedulerOptions, {"long_prompt_share": 0.0}, "scheduler.long_prompt_share=0.0 must be in"),
     (SchedulerOptions, {"max_partial_prefills": 0}, "max_partial_prefills=0 must be at least 1"),
-    (SchedulerOptions, {"policy_options": ("orca.x=1",)}, "policy orca has no options"),
+    (SchedulerOptions, {"options": ("orca.x=1",)}, "policy orca has no options"),
     (CacheConfig, {"max_len": 0}, "cache.max_len=0 must be at least 1"),
     (CacheConfig, {"num_pages": -3}, "cache.num_pages=-3 must be at least 1"),
     (SamplingConfig, {"temperature": -1.0}, "sampling.temperature=-1.0 must be"),
@@ -254,7 +254,7 @@ def test_every_policy_that_serves_whole_requests_is_a_strategy():
 
 def test_options_of_policies_are_typed_and_the_last_one_counts():
   texts = ("sarathi.tile_tokens=64", " deadline.ttft_s = 3", "sarathi.tile_tokens=None")
-  options = SchedulerOptions(policy_options=texts)
+  options = SchedulerOptions(options=texts)
   assert options.options_of("sarathi") == {"tile_tokens": None}
   assert options.options_of("deadline") == {"ttft_s": 3}
   assert options.options_of("orca") == {}

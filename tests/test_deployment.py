@@ -11,9 +11,10 @@ from pdjax.deployment import (
   make_cluster,
   make_pages,
   policy_name,
-  roles_of,
+  uses_of,
 )
 from pdjax.scheduling.policies import POLICIES
+from pdjax.scheduling.routing import PowerOfTwo
 from pdjax.scheduling.scheduler import SchedulerConfig
 
 pytestmark = pytest.mark.quick
@@ -74,7 +75,7 @@ def test_a_policy_replaces_that_of_mixed_pools_alone():
 
 def test_options_reach_the_policy_of_every_pool_that_runs_it():
   options = SchedulerOptions(
-    token_budget=8, policy_options=("sarathi.tile_tokens=4", "deadline.tpot_s=0.25")
+    token_budget=8, options=("sarathi.tile_tokens=4", "deadline.tpot_s=0.25")
   )
   pages = make_pages(CacheConfig(num_rows=4), 64)
   policies = {
@@ -134,7 +135,42 @@ def test_the_compiled_shapes_hold_the_budget_of_every_pool(policy, num_rows):
     assert budget <= mixed or not POLICIES[policy_name(spec, options)].mixes
 
 
-def test_a_group_of_devices_has_the_roles_of_all_strategies():
-  specs = [spec for strategy in STRATEGIES.values() for spec in strategy(4, 2)]
-  assert roles_of(specs) == {(0, 1): {"mixed", "prefill"}, (2, 3): {"mixed", "decode"}}
-  assert roles_of(STRATEGIES["chunked"](1)) == {(0,): {"mixed"}}
+def test_a_group_of_devices_compiles_what_the_pools_of_all_strategies_use():
+  def uses(strategy, num_devices=2, **options):
+    return list(uses_of(STRATEGIES[strategy](num_devices), SchedulerOptions(**options)).values())
+
+  steps = {"prefill", "decode", "mixed"}
+  assert uses("chunked", 1) == [steps]
+  assert uses("continuous", 1) == [steps - {"mixed"}], "its steps never mix"
+  assert uses("chunked", 1, swap_tokens=9) == [steps | {"gather", "scatter"}]
+  assert uses("disaggregated") == [{"prefill", "gather"}, {"decode", "scatter"}]
+  specs = [spec for name in ("chunked", "disaggregated") for spec in STRATEGIES[name](4, 2)]
+  all_uses = uses_of(specs, SchedulerOptions())
+  assert all_uses == {(0, 1): steps | {"gather"}, (2, 3): steps | {"scatter"}}
+
+
+def test_a_decode_pool_takes_prompts_only_from_a_router_that_sends_it_some():
+  specs, pages = STRATEGIES["disaggregated"](2), make_pages(CacheConfig(num_rows=4), 64)
+  local = SchedulerOptions(router="conductor", options=("conductor.local_prefill_tokens=16",))
+  for options, policy in (
+    (SchedulerOptions(router="conductor"), "decode_only"),
+    (local, "sarathi"),
+  ):
+    assert [policy_name(spec, options) for spec in specs] == ["prefill_only", policy]
+    assert limits(specs[1], options, pages).reservation == "request", "nobody is preempted there"
+  assert list(uses_of(specs, local).values())[1] == {"prefill", "decode", "mixed", "scatter"}
+
+
+def test_the_router_is_the_one_that_the_options_name():
+  pages = make_pages(CacheConfig(num_rows=4), 64)
+  options = SchedulerOptions(router="power_of_two", options=("power_of_two.seed=3",))
+  assert make_cluster(STRATEGIES["chunked"](2), options, pages, Executor).router == PowerOfTwo(
+    seed=3
+  )
+  for wrong, message in (
+    (dict(router="nearest"), "unknown router 'nearest'"),
+    (dict(options=("conductor.rejects=late",)), "router conductor: rejects='late'"),
+    (dict(options=("random.sed=1",)), "option of router random: 'sed'; did you mean seed"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      SchedulerOptions(**wrong)

@@ -227,6 +227,18 @@ def test_closing_a_stream_cancels_its_requests_and_frees_what_they_hold(llm):
   assert answers(llm.generate(PROMPTS, GREEDY)) == expected
 
 
+def test_what_has_not_ended_in_time_fails_with_what_came_until_then(llm):
+  (whole,) = llm.generate([[70]], LONG)
+  (late,) = llm.generate([[70]], LONG, timeout_s=whole.e2e_s / 4)
+  assert (late.finish_reason, late.error) == ("error", f"timed out after {whole.e2e_s / 4} s")
+  assert len(late.ids) < len(whole.ids) and late.ids == whole.ids[: len(late.ids)]
+  (in_time,) = llm.generate([[70]], LONG, timeout_s=60 + 10 * whole.e2e_s)
+  assert in_time.ids == whole.ids and in_time.error is None
+  with pytest.raises(ValueError, match="prompt 0: request 0: timeout_s=0 must be positive"):
+    llm.generate([[70]], LONG, timeout_s=0)
+  assert llm._run is None
+
+
 def test_a_stream_that_is_closed_leaves_the_others_alone(llm):
   expected = answers(llm.generate(PROMPTS, GREEDY))
   stays = llm.stream(PROMPTS, GREEDY)

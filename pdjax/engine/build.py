@@ -66,8 +66,8 @@ def build_executors(
   return executors
 
 
-def warm_up(executors: Sequence[JaxExecutor], roles: Sequence[Collection[str]]) -> Iterator[str]:
-  """Warms up every executor for its roles, all at once; yields a line for each shape compiled.
+def warm_up(executors: Sequence[JaxExecutor], uses: Sequence[Collection[str]]) -> Iterator[str]:
+  """Warms up every executor for its uses, all at once; yields a line for each shape compiled.
 
   A thread each: XLA compiles without the interpreter lock, and each device compiles its own.
   """
@@ -75,7 +75,7 @@ def warm_up(executors: Sequence[JaxExecutor], roles: Sequence[Collection[str]]) 
 
   def run(number: int) -> None:
     try:
-      for line in executors[number].warm_up(roles[number]):
+      for line in executors[number].warm_up(uses[number]):
         done.put(f"device {number}: {line}")
     except Exception as error:  # raised again in the caller's thread
       done.put(error)

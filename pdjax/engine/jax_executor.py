@@ -249,28 +249,30 @@ class JaxExecutor:
 
   # Warm-up -------------------------------------------------------------------------------------
 
-  def warm_up(self, roles: Collection[str]) -> Iterator[str]:
-    """Runs every bucket that pools of `roles` use once, through the serving path; yields its name.
+  def warm_up(self, uses: Collection[str]) -> Iterator[str]:
+    """Runs every bucket of `uses` once, through the serving path; yields its name.
+
+    Uses are kinds of step (`prefill`, `decode`, `mixed`), and `gather` and `scatter` of pages.
 
     Overwrites the cache, so it is for the time before the first request.
     """
-    for name, run in self._warm_up_calls(roles):
+    for name, run in self._warm_up_calls(uses):
       run()
       jax.block_until_ready((self._cache, self._last_token, self._seen))
       yield name
     self.reset()
 
-  def _warm_up_calls(self, roles: Collection[str]) -> Iterator[tuple[str, Callable[[], object]]]:
+  def _warm_up_calls(self, uses: Collection[str]) -> Iterator[tuple[str, Callable[[], object]]]:
     buckets, num_rows = self._buckets, self._pages.num_rows
     plans: list[tuple[str, StepPlan]] = []
-    if not {"mixed", "prefill"}.isdisjoint(roles):
+    if "prefill" in uses:
       for num_tokens in buckets.prefill:
         plan = probe_plan(self._pages, prefills=self._split(num_tokens, num_rows))
         plans.append((f"prefill {num_tokens}", plan))
-    if not {"mixed", "decode"}.isdisjoint(roles):
+    if "decode" in uses:
       for rows in buckets.rows:
         plans.append((f"decode {rows}", probe_plan(self._pages, decodes=rows)))
-    if "mixed" in roles and num_rows > 1:
+    if "mixed" in uses and num_rows > 1:
       for num_tokens in buckets.mixed:
         prefills = self._split(num_tokens - 1, num_rows - 1)
         plans.append((f"mixed {num_tokens}", probe_plan(self._pages, prefills=prefills, decodes=1)))
@@ -278,9 +280,9 @@ class JaxExecutor:
       yield name, lambda p=plan: self.submit(p, 0.0).result()
     yield "seen ids", lambda: self._add_seen(0, (), anew=True)
     for num_pages in buckets.pages:
-      if not {"prefill", "swap"}.isdisjoint(roles):
+      if "gather" in uses:
         yield f"gather {num_pages} pages", lambda n=num_pages: self._export_pages(n)
-      if not {"decode", "swap"}.isdisjoint(roles):
+      if "scatter" in uses:
         yield f"scatter {num_pages} pages", lambda n=num_pages: self._import_pages(n)
 
   def _split(self, num_tokens: int, num_rows: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 from pdjax.core.names import pick
 
@@ -91,6 +91,10 @@ class PagePool:
   @property
   def num_free_rows(self) -> int:
     return len(self._free_rows)
+
+  @property
+  def held_rows(self) -> Set[int]:
+    return self._tables.keys()
 
   @property
   def num_free_pages(self) -> int:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
+from typing import Any
 
 from pdjax.core.costs import StepCounts, count_slices
+from pdjax.core.names import make, pick
 from pdjax.core.request import Request, Slo
 from pdjax.core.sequence import Sequence
 from pdjax.scheduling.scheduler import Scheduler
@@ -249,3 +251,12 @@ ROUTERS: dict[str, Router | type] = {
   "local_cache": local_cache,
   "conductor": Conductor,
 }
+
+
+def make_router(name: str, options: Mapping[str, Any] | None = None) -> Router:
+  """The router called `name`.
+
+  Raises:
+    ValueError: no such router or option, or an option of the wrong type or out of range.
+  """
+  return make(pick(ROUTERS, name, "router"), options or {}, f"router {name}")

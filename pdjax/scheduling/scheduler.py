@@ -408,6 +408,9 @@ class Scheduler:
     assert self.output_tokens_left == sum(self._output_left(s) for s in queues)
     held = {s.row for s in [*self.running.values(), *self.leaving.values()]}
     assert len(held) == len(self.running) + len(self.leaving), "two sequences share a row"
+    used = {s.row for plan in self._in_flight for s in plan.prefills}
+    used.update(*(plan.decodes.rows for plan in self._in_flight))
+    assert used <= self.pages.held_rows, "a row was given back under a plan in flight"
     assert {s.state for s in self.waiting.values()} <= {State.QUEUED, State.PREEMPTED}
     assert {s.state for s in self.running.values()} <= {State.RUNNING}
     assert {s.state for s in self.leaving.values()} <= {State.READY, State.MOVING, State.ENDED}

@@ -185,7 +185,8 @@ class _Loop:
       is_open = self.inbox.is_open  # first: what came before it was closed is in it by then
       until_s = self.inbox.next_s()
       if until_s is None and self.inbox.num_left:
-        self._raise_if_stuck(tickets)
+        if not turn.failed:  # else there may be room now
+          self._raise_if_stuck(tickets)
       elif until_s is None and not is_open:  # what runs still, nobody waits for
         leave_s = turn.now_s + self.grace_s if leave_s is None else leave_s
         if not tickets or turn.now_s >= leave_s:
@@ -293,7 +294,7 @@ class _Loop:
 
   def _submit(self, turn: Turn) -> None:
     for pool in self.cluster.pools:
-      while len(pool.in_flight) < self.steps_in_flight:
+      while len(pool.in_flight) < self.steps_in_flight and not _waits_to_fail(pool):
         now_s = self.clock.now_s()
         plan = pool.scheduler.next_step(now_s)
         if plan is None:
@@ -454,6 +455,11 @@ class _NotStarted:
 
   def result(self) -> None:
     raise self._error
+
+
+def _waits_to_fail(pool: Pool) -> bool:
+  """Whether its newest step never started: what it was to write, the next could not build on."""
+  return bool(pool.in_flight) and isinstance(pool.in_flight[-1][1], _NotStarted)
 
 
 def _step_failed(error: Exception | None) -> str:

@@ -95,9 +95,9 @@ class SlowTicket:
 
 
 def test_the_wall_clock_wakes_when_a_ticket_ends():
-  clock = WallClock()
-  late, soon = SlowTicket(), SlowTicket().end_in(0.05)
+  clock, late = WallClock(), SlowTicket()
   start_s = clock.now_s()
+  soon = SlowTicket().end_in(0.05)
   assert clock.wait([late, soon], None) == [soon]
   assert 0.05 <= clock.now_s() - start_s < 5
   late.end_in(0)
@@ -127,6 +127,25 @@ def test_the_wall_clock_gives_up_at_until_s():
   assert clock.wait([ticket], until_s) == []
   assert clock.now_s() >= until_s
   assert clock.wait([], clock.now_s() - 1) == []
+  ticket.end_in(0)
+
+
+@pytest.mark.parametrize("until_s", [None, 60.0])
+def test_a_wait_ends_when_another_thread_wakes_the_clock(until_s):
+  clock, ticket = WallClock(), SlowTicket()
+  threading.Timer(0.05, clock.wake).start()
+  start_s = clock.now_s()
+  assert clock.wait([ticket], until_s) == []
+  assert 0.05 <= clock.now_s() - start_s < 30
+  ticket.end_in(0)
+  assert clock.wait([ticket], None) == [ticket], "it wakes one wait only"
+
+
+def test_woken_before_it_waits_the_clock_does_not_wait():
+  clock, ticket = WallClock(), SlowTicket()
+  clock.wake()
+  assert clock.wait([ticket], None) == []
+  assert clock.wait([ticket], clock.now_s() + 0.01) == []
   ticket.end_in(0)
 
 

@@ -51,7 +51,8 @@ def build(model: Model, layout: str, buckets: Buckets, groups, pages: PageConfig
   executors = build_executors(model, pages, buckets, groups, layout=layout)
   with warnings.catch_warnings():
     warnings.filterwarnings("error", message=".*donated.*")
-    for _ in warm_up(executors, [{"mixed", "prefill", "swap"}, {"decode"}][: len(executors)]):
+    steps, copies = {"prefill", "decode", "mixed"}, {"gather", "scatter"}
+    for _ in warm_up(executors, [steps | copies, {"decode", "scatter"}][: len(executors)]):
       pass
   return Engine(executors=executors, steps=executors[0].steps, pages=pages, buckets=buckets)
 

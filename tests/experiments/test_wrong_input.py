@@ -71,12 +71,12 @@ CASES = {
   ),
   "an option that a policy does not have": (
     "run",
-    ["--backend=sim", "--set", "scheduler.policy_options=deadline.safty=2"],
+    ["--backend=sim", "--set", "scheduler.options=deadline.safty=2"],
     ["deadline", "'safty'", "did you mean safety", "ttft_s"],
   ),
   "an option of the wrong type": (
     "run",
-    ["--strategy=orca", "--set", "scheduler.policy_options=deadline.safety=much"],
+    ["--strategy=orca", "--set", "scheduler.options=deadline.safety=much"],
     ["deadline", "safety='much'", "type float"],
   ),
   "a rate of nothing": (

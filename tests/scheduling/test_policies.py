@@ -201,6 +201,13 @@ def test_hybrid_only_puts_whole_prompts_beside_decodes():
     ([(2, 0, 5)], [(0, 4), (1, 6)]),
     ([], [(0, 5)]),
   ]
+  steps = timeline(make_scheduler("hybrid_only", budget=8), {0: [(0, 3, 3)], 1: [(1, 8, 1)]})
+  assert steps == [
+    ([(0, 0, 3)], []),
+    ([], [(0, 3)]),  # the decode comes first, and 7 tokens are left
+    ([], [(0, 4)]),
+    ([(1, 0, 8)], []),
+  ]
 
 
 def test_fcfs_gives_an_earlier_prompt_the_budget_of_later_decodes():

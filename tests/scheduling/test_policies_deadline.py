@@ -9,6 +9,7 @@ from scheduling.steps import contents, finish, make_sequence
 
 from pdjax.scheduling.pages import PageConfig
 from pdjax.scheduling.policies import make_policy
+from pdjax.scheduling.policies.deadline import Deadline
 from pdjax.scheduling.scheduler import Scheduler, SchedulerConfig
 
 pytestmark = pytest.mark.quick
@@ -193,9 +194,9 @@ def test_of_equal_targets_the_shorter_prompt_goes_first_by_its_tokens():
   assert list(starts(scheduler, now_s=3.0, step_s=0.1)) == [1, 0, 2]
 
 
-def warmed_up(tokens_per_s=10.0, **options):
+def warmed_up(tokens_per_s=10.0, num_rows=1, **options):
   """A pool that has seen its prefill rate, at second 100."""
-  scheduler = make_scheduler(budget=10, num_rows=1, token_s=1e-6, **options)
+  scheduler = make_scheduler(budget=10, num_rows=num_rows, token_s=1e-6, **options)
   scheduler.add(make_sequence(1000, 10, 1, slo=(1e6, 1.0)))
   finish(scheduler, scheduler.next_step(100.0 - 10 / tokens_per_s))
   assert scheduler.next_step(100.0) is None
@@ -234,18 +235,41 @@ def test_a_relegated_request_is_relegated_once():
   assert order.index(0) == 30
 
 
-def test_what_has_started_is_not_relegated_and_a_preempted_one_goes_first():
-  scheduler = warmed_up(relegated_s=1000.0)
+def test_what_has_started_is_not_relegated():
+  scheduler = warmed_up(relegated_s=1000.0, num_rows=2)
   scheduler.add(make_sequence(0, 50, 1, arrival_s=100.0, slo=(6.0, 1.0)))
   finish(scheduler, scheduler.next_step(100.0))
   scheduler.add(make_sequence(1, 10, 1, arrival_s=100.0, slo=(900.0, 1.0)))
-  plan = scheduler.next_step(500.0)
-  assert contents(plan) == ([(0, 10, 10)], [])  # late, but started
-  finish(scheduler, plan)
-  scheduler.preempt(seq := scheduler.running[0])
+  assert contents(scheduler.next_step(500.0)) == ([(0, 10, 10)], [])  # late by 394 s
+
+
+def test_a_preempted_sequence_goes_before_more_urgent_ones():
+  scheduler = warmed_up()
+  scheduler.add(seq := make_sequence(0, 50, 1, arrival_s=100.0, slo=(900.0, 1.0)))
+  finish(scheduler, scheduler.next_step(100.0))
+  scheduler.add(make_sequence(1, 10, 1, arrival_s=100.0, slo=(6.0, 1.0)))
+  scheduler.preempt(seq)
   scheduler.waiting[0] = seq
   scheduler.waiting.move_to_end(0, last=False)
-  assert contents(scheduler.next_step(501.0)) == ([(0, 0, 10)], [])
+  assert contents(scheduler.next_step(101.0)) == ([(0, 0, 10)], [])
+
+
+def test_who_is_relegated_is_not_looked_at_again(monkeypatch):
+  """A queue of late ones costs a step no more than any other."""
+  asked, ttft_s = [], Deadline._ttft_s
+
+  def counted(policy, seq):
+    asked.append(seq)
+    return ttft_s(policy, seq)
+
+  monkeypatch.setattr(Deadline, "_ttft_s", counted)
+  scheduler = warmed_up()
+  for i in range(300):
+    scheduler.add(make_sequence(i, 50, 1, arrival_s=100.0, slo=(4.0, 1.0)))
+  finish(scheduler, scheduler.next_step(100.0))
+  asked.clear()
+  finish(scheduler, scheduler.next_step(101.0))
+  assert 0 < len(asked) < 20
 
 
 def test_under_overload_more_prompts_are_in_time_than_in_the_order_of_arrival():

@@ -151,6 +151,64 @@ class Counted:
     self.ranking.offer(step)
 
 
+class Step:
+  """As much of a step as a ranking looks at; counts what it looks at in the queue."""
+
+  prefilling = ()
+
+  def __init__(self, queue):
+    self.queue, self.num_looked_at = queue, 0
+
+  @property
+  def waiting(self):
+    return self
+
+  @property
+  def mapping(self):
+    return self.queue
+
+  def __len__(self):
+    return len(self.queue)
+
+  def __iter__(self):
+    return self._counted(self.queue.values())
+
+  def __reversed__(self):
+    return self._counted(reversed(self.queue.values()))
+
+  def _counted(self, sequences):
+    for seq in sequences:
+      self.num_looked_at += 1
+      yield seq
+
+
+def test_one_that_was_preempted_after_a_look_is_a_candidate_once():
+  ranking = Ranking(lambda seq: -1.0 if seq.num_preemptions else float(seq.num_tokens))
+  queue = {i: make_sequence(i, 3 + i, 9) for i in range(3)}
+  step = Step(queue)
+  assert [s.request_id for s in ranking.candidates(step)] == [0, 1, 2]
+  seq = queue.pop(1)  # it runs, as `look_ahead` may let it, and is preempted before the next look
+  seq.row = 0
+  seq.lose_row()
+  seq.num_preemptions += 1
+  step.queue = {1: seq, **queue}
+  assert [s.request_id for s in ranking.candidates(step)] == [1, 0, 2]
+  step.queue = {}
+  assert not list(ranking.candidates(step))
+  assert not ranking._known and not ranking._entries, "it holds on to what is gone"
+
+
+def test_a_look_at_the_queue_ends_at_what_is_known():
+  ranking, step = Ranking(lambda seq: float(seq.num_tokens)), Step({})
+  for i in range(500):
+    step.queue[i] = make_sequence(i, 3 + i, 9)
+  list(ranking.candidates(step))
+  step.num_looked_at = 0
+  step.queue[500] = make_sequence(500, 1, 1)
+  assert next(ranking.candidates(step)).request_id == 500
+  assert step.num_looked_at == 3  # the first, which is known; the last, and the one before it
+
+
 def test_a_step_costs_what_is_new_however_many_wait():
   asked = []
   for num_waiting in (100, 10_000):

@@ -43,7 +43,8 @@ class Watch:
     if not needs.mixes:
       assert plan.kind != "mixed"
     if not needs.chunks:
-      assert all(s.start == 0 and s.emits_token for s in plan.prefills), "a prompt was cut"
+      swaps = scheduler.config.swap_tokens  # what was swapped out is not computed again
+      assert all(s.emits_token and (s.start == 0 or swaps) for s in plan.prefills), "it was cut"
     if self._name in NO_STALL:
       stalled = {s.request_id for s in decoding if s.row is not None} - set(ids)
       # But for one that no page is left for, not even one of a newer sequence.
@@ -97,7 +98,7 @@ def traffic(draw):
   return [dataclasses.replace(request, slo=draw(slos)) for request in requests]
 
 
-@settings(max_examples=800, derandomize=True, deadline=None)
+@settings(max_examples=500, derandomize=True, deadline=None)
 @given(
   name=st.sampled_from(MIXED),
   requests=traffic(),

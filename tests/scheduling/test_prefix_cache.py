@@ -196,7 +196,7 @@ def test_ids_of_blocks_stand_for_tokens_that_nobody_knows(block):
   a, b = keys(one, 30), keys(two, 30)
   assert len(a) == len(b) == 30 // PAGE
   common = min(2 * block, 30) // PAGE
-  assert a[:common] == b[:common] and a[common:] != b[common:] or common == 30 // PAGE
+  assert (a[:common] == b[:common] and a[common:] != b[common:]) or common == 30 // PAGE
   assert keys(one, 25) == a[: 25 // PAGE], "a shorter prompt of the same blocks"
 
 

@@ -42,15 +42,17 @@ class FaultyExecutor(ChecksumExecutor):
     link = Link(name="test", latency_s=latency_s, bytes_per_s=1e6)
     super().__init__(num_pages=pages.num_pages, page_size=pages.page_size, step_s=step_s, link=link)
     self._pages, self._donates = pages, donates
-    self._is_lost = False
+    self._is_lost = self._is_deleted = False  # the second from the call on
     self.armed: set[str] = set()
     self.broken: set[int] = set()
     self.num_recoveries = 0
+    self.num_deleted_uses = 0  # of a cache that a failed call has taken along
 
   def submit(self, plan, now_s):
+    self.num_deleted_uses += self._is_deleted
     ids = {s.request_id for s in plan.prefills} | set(plan.decodes.request_ids)
     if self._takes("submit"):
-      self._is_lost = self._donates
+      self._is_lost = self._is_deleted = self._donates
       raise Fault("submit")
     if self._is_lost:
       return FailingTicket(finish_s=self._step_end_s(plan, now_s), error=Fault("step before"))
@@ -64,6 +66,7 @@ class FaultyExecutor(ChecksumExecutor):
     return ticket
 
   def export(self, handle, *, page_ids, now_s):
+    self.num_deleted_uses += self._is_deleted
     if self._takes("export") or handle.request_id in self.broken:
       raise Fault("export")
     handle = super().export(handle, page_ids=page_ids, now_s=now_s)
@@ -94,7 +97,7 @@ class FaultyExecutor(ChecksumExecutor):
     fresh = FaultyExecutor(self._pages, donates=True)
     self._keys, self._values = fresh._keys, fresh._values
     self._table, self._last_token, self._copies = {}, {}, []
-    self._is_lost = False
+    self._is_lost = self._is_deleted = False
     self.num_recoveries += 1
     return True
 

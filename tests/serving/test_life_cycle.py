@@ -298,7 +298,54 @@ def test_with_a_step_the_cache_is_lost_and_the_rest_is_computed_again(
   assert left_out and failed.isdisjoint(left_out)
   assert set(left_out) & {e.request_id for e in log if isinstance(e, Preempted)}
   assert_others_are_right(log, requests, failed)
-  assert cluster.entry[0].executor.num_recoveries == 1
+  executor = cluster.entry[0].executor
+  assert executor.num_recoveries == 1 and executor.num_deleted_uses == 0
+
+
+@pytest.mark.quick
+def test_no_step_is_planned_on_top_of_one_that_did_not_start():
+  """It would lack what the first did not write, and fail those that are in the second alone."""
+  requests = make_requests(8, seed=38, rate_rps=1e6, prompt=(10, 14), output=(3, 5))
+  requests = [dataclasses.replace(r, arrival_s=0.0) for r in requests]
+  cluster = make_faulty(make_cluster("chunked"), donates=False)
+  cluster.pools[0].executor.armed.add("submit")
+  log = run(cluster, requests, steps_in_flight=2)
+  (first, *_) = [e for e in log if isinstance(e, Step) and not e.emitted_ids]
+  assert len(first.prefill_ids) == 2 and first.prefill_tokens[1] < 10, "a chunk is in it"
+  reason = f"step failed: {Fault('submit')!r}"
+  assert {i for i, why in ends_of(log).items() if why == reason} == set(first.prefill_ids)
+  assert_others_are_right(log, requests, set(first.prefill_ids))
+
+
+@pytest.mark.quick
+def test_a_step_that_cannot_start_while_all_else_waits_for_room_is_no_stall():
+  """Hand-offs of that turn came before the step, and found a full decode pool."""
+  requests, broken = crowd(), []
+  cluster = make_faulty(make_cluster("disaggregated", num_rows=2), donates=True)
+
+  def each_turn(turn):
+    waits = len(cluster.outbox) == 2 and not cluster.transfers and not cluster.entry[0].in_flight
+    if waits and not broken:
+      broken.extend(cluster.decode[0].scheduler.running)
+      cluster.decode[0].executor.armed.add("submit")
+
+  log = run(cluster, requests, each_turn=each_turn)
+  failed = {e.request_id for e in log if isinstance(e, Failed)}
+  assert failed == set(broken) and len(broken) == 2 and len(ends_of(log)) == len(requests)
+
+
+@pytest.mark.quick
+def test_a_sequence_that_lost_its_row_in_one_pool_goes_on_at_once_in_another():
+  """Step numbers are each pool's own."""
+  one, other = (pool.scheduler for pool in make_cluster("chunked").entry)
+  seq = make_sequence()
+  one.add(seq)
+  one.next_step()
+  assert one.lose_cache(None, "").preempted == [seq]
+  one.check()
+  other.add(seq)
+  (part,) = other.next_step().prefills
+  assert (part.request_id, part.start, part.num_tokens) == (0, 0, 3)
 
 
 def break_copies_once_some_decode(cluster):
@@ -585,8 +632,8 @@ def test_many_threads_feed_one_inbox_and_nothing_is_lost():
 
 # Everything at random ---------------------------------------------------------------------------
 
-# What the machine runs on: a cluster by the options of `virtual.make_cluster`. A new policy, layout
-# or limit is a line here.
+# What the machine runs on: a cluster by the options of `virtual.make_cluster`. A new strategy,
+# layout or limit of the scheduler is a line here.
 SCENARIOS = {
   "continuous": dict(strategy="continuous"),
   "continuous, few pages": dict(strategy="continuous", num_pages=20),
@@ -596,6 +643,14 @@ SCENARIOS = {
   "disaggregated": dict(strategy="disaggregated"),
   "disaggregated, few pages": dict(strategy="disaggregated", num_pages=20),
   "disaggregated, few rows": dict(strategy="disaggregated", num_rows=2),
+  "pages by the chunk": dict(strategy="chunked", num_pages=20, limits=dict(reservation="chunk")),
+  "prefix cache": dict(strategy="chunked", limits=dict(prefix_cache=True)),
+  "prefix cache, few pages": dict(
+    strategy="continuous", num_pages=20, limits=dict(prefix_cache=True, eviction="length")
+  ),
+  "prefix cache, disaggregated": dict(
+    strategy="disaggregated", num_pages=30, limits=dict(prefix_cache=True)
+  ),
 }
 EXPECTED_FAILURES = ("cancelled", "timed out", "broken on purpose", "finish rule failed: Fault",
                      "step failed: Fault", "hand-off failed: Fault")  # fmt: skip
@@ -627,6 +682,7 @@ class LifeCycle(RuleBasedStateMachine):
       steps_in_flight=steps_in_flight,
       grace_s=10 * SLOW_S,
     )
+    self.prompts = [(1,)]
     self.want, self.tokens, self.ends = [], [], {}
 
   def finish_reason(self, seq):
@@ -639,6 +695,10 @@ class LifeCycle(RuleBasedStateMachine):
     rng = random.Random(seed)
     for _ in range(num):
       ids = tuple(rng.randrange(checksum.VOCAB_SIZE) for _ in range(rng.randint(1, 40)))
+      if rng.random() < 0.5:  # the beginning of an earlier one, then other text or none
+        shared = rng.choice(self.prompts)[: rng.choice((8, 16, 40))]
+        ids = (shared + ids)[: rng.randint(len(shared), 40)]
+      self.prompts.append(ids)
       sampling = SamplingParams(max_tokens=rng.randint(1, 12))
       request = Request(
         request_id=len(self.want),
@@ -689,6 +749,7 @@ class LifeCycle(RuleBasedStateMachine):
   @invariant()
   def everything_adds_up(self):
     self.cluster.check()
+    assert not any(pool.executor.num_deleted_uses for pool in self.cluster.pools)
     self.num_operations[0] += 1
 
   def teardown(self):
@@ -715,7 +776,7 @@ def test_whatever_happens_every_request_ends_once_with_its_tokens_and_every_page
   run_state_machine_as_test(
     LifeCycle,
     settings=settings(
-      max_examples=wanted * 51 // (50 * OPERATIONS_PER_RUN) + 1,  # a few end early
+      max_examples=wanted * 11 // (10 * OPERATIONS_PER_RUN) + 1,  # a few end early
       stateful_step_count=OPERATIONS_PER_RUN,
       deadline=None,
       derandomize=True,

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import typing
 from collections.abc import Mapping
 from typing import Any
 
-from pdjax.core.names import pick
-from pdjax.core.plain import from_plain
+from pdjax.core.names import make, options_of, pick
 from pdjax.scheduling.policies.deadline import Deadline
 from pdjax.scheduling.policies.decode_only import decode_only
 from pdjax.scheduling.policies.faster_transformer import FasterTransformer
@@ -41,10 +39,7 @@ class PolicySpec:
   @property
   def options(self) -> dict[str, Any]:
     """The options by name, with their types."""
-    if not dataclasses.is_dataclass(self.policy):
-      return {}
-    hints = typing.get_type_hints(self.policy)
-    return {f.name: hints[f.name] for f in dataclasses.fields(self.policy) if f.init}
+    return options_of(self.policy)
 
 
 POLICIES: dict[str, PolicySpec] = {
@@ -60,7 +55,9 @@ POLICIES: dict[str, PolicySpec] = {
   "shortest_prefill_first": PolicySpec(policy=ShortestPrefillFirst, chunks=True, mixes=True),
   "deadline": PolicySpec(policy=Deadline, chunks=True, mixes=True),
   "prefill_only": PolicySpec(policy=prefill_only, chunks=False, mixes=False, half=True),
-  "decode_only": PolicySpec(policy=decode_only, chunks=True, mixes=False, half=True),
+  "decode_only": PolicySpec(
+    policy=decode_only, chunks=True, mixes=False, reservation="request", half=True
+  ),
 }
 
 
@@ -70,23 +67,4 @@ def make_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
   Raises:
     ValueError: no such policy or option, or an option of the wrong type or out of range.
   """
-  spec = pick(POLICIES, name, "policy")
-  known, given = spec.options, {}
-  for option, value in (options or {}).items():
-    if not known:
-      raise ValueError(f"policy {name} has no options, so none is called {option!r}")
-    hint = pick(known, option, f"option of policy {name}:")
-    try:
-      given[option] = from_plain(hint, value)
-    except TypeError as error:
-      type_name = hint.__name__ if isinstance(hint, type) else hint
-      raise ValueError(
-        f"policy {name}: {option}={value!r} is not a value of type {type_name}; its options: "
-        f"{', '.join(known)}"
-      ) from error
-  if not isinstance(spec.policy, type):
-    return spec.policy
-  try:
-    return spec.policy(**given)
-  except ValueError as error:
-    raise ValueError(f"policy {name}: {error}") from error
+  return make(pick(POLICIES, name, "policy").policy, options or {}, f"policy {name}")
