@@ -111,9 +111,9 @@ def rope_angles(
     return jnp.cos(angles), jnp.sin(angles)
 
   def compute_once(positions):
-    # XLA for CPU drops optimization barriers and computes what looks cheap anew where it is read: here
-    # cos and sin for every head of every layer, 7 % of a step of 256 tokens of SmolLM2-135M. What
-    # comes out of a branch is kept.
+    # XLA for CPU drops optimization barriers and computes what looks cheap anew where it is read:
+    # here cos and sin for every head of every layer, 7 % of a step of 256 tokens of SmolLM2-135M.
+    # What comes out of a branch is kept.
     nothing = jnp.zeros((len(positions), 1, config.head_dim // 2), jnp.float32)
     return jax.lax.cond(positions.max() >= 0, compute, lambda _: (nothing, nothing), positions)
 

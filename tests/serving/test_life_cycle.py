@@ -690,7 +690,7 @@ class LifeCycle(RuleBasedStateMachine):
       raise Fault("finish rule")
     return length_or_stop(seq)
 
-  @rule(seed=st.integers(0, 2**16), num=st.integers(1, 4))
+  @rule(seed=st.integers(0, 2**16), num=st.integers(1, 6))
   def submit(self, seed, num):
     rng = random.Random(seed)
     for _ in range(num):
@@ -699,14 +699,14 @@ class LifeCycle(RuleBasedStateMachine):
         shared = rng.choice(self.prompts)[: rng.choice((8, 16, 40))]
         ids = (shared + ids)[: rng.randint(len(shared), 40)]
       self.prompts.append(ids)
-      sampling = SamplingParams(max_tokens=rng.randint(1, 12))
+      sampling = SamplingParams(max_tokens=rng.randint(1, 16))
       request = Request(
         request_id=len(self.want),
         arrival_s=to_ticks(self.clock.now_s() + rng.choice((0.0, 0.0, 0.01))),
         num_prompt_tokens=len(ids),
         prompt_ids=ids,
         sampling=sampling,
-        timeout_s=rng.choice((None, None, None, 1e-3, 0.03, 0.1, 0.3)),
+        timeout_s=rng.choice((None,) * 12 + (1e-3, 0.03, 0.1, 0.3)),
       )
       self.inbox.submit(request)
       self.want.append(checksum.generate(ids, sampling.max_tokens))
@@ -730,6 +730,7 @@ class LifeCycle(RuleBasedStateMachine):
 
   @rule(num=st.integers(1, 8))
   def turn_on(self, num):
+    """So that turns are as likely as requests and trouble together."""
     self.turn(num)
 
   def hear(self, turn):
