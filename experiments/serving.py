@@ -319,6 +319,13 @@ def table(runs: Mapping[str, StrategyRun]) -> str:
     for name, run in runs.items()
   )
   lines.append(f"n of TTFT / TPOT / ITL: {counts}. (!) n is too small for this percentile.")
+  for what, key, unit in (
+    ("Prompt tokens from the prefix cache", "prefix_hit_share", ".1%"),
+    ("Preemptions", "num_preemptions", ",d"),
+  ):
+    if any(run.summary[key] for run in runs.values()):
+      each = ", ".join(f"{name} {run.summary[key] or 0:{unit}}" for name, run in runs.items())
+      lines.append(f"{what}: {each}.")
   return "\n".join(lines)
 
 

@@ -386,6 +386,8 @@ def _option(text: str) -> tuple[str, str, Any]:
 
 def _literal(text: str) -> Any:
   """The Python value that `text` is, or `text` itself."""
+  if text in ("true", "false"):
+    return text == "true"
   try:
     return ast.literal_eval(text)
   except (ValueError, SyntaxError):

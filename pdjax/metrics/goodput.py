@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from pdjax.core.events import Arrived, Copied, Event
+from pdjax.core.events import Arrived, Copied, Event, Preempted
 from pdjax.core.request import Slo
 from pdjax.metrics.latency import (
   RequestRecord,
@@ -17,6 +17,7 @@ from pdjax.metrics.latency import (
   tpots_s,
   ttfts_s,
 )
+from pdjax.metrics.utilisation import prefix_hits
 
 
 def meets_ttft(record: RequestRecord, slo: Slo) -> bool:
@@ -84,7 +85,8 @@ def summary(
   """A run as plain JSON data; with an SLO also its attainment.
 
   `copy_s` and `prefill_s` are sums over requests, so that they can be set against each other;
-  `phases` are means over finished requests; `handoff_bytes` counts every copy of the log.
+  `phases` are means over finished requests; `handoff_bytes` counts every copy of the log;
+  `prefix_hit_share` is of prompt tokens.
   """
   samples = {"ttft_s": ttfts_s(records), "tpot_s": tpots_s(records), "itl_s": itls_s(records)}
   data: dict[str, Any] = {}
@@ -94,10 +96,13 @@ def summary(
     if name == "itl_s":
       data[name]["max"] = found.max
   mean = mean_phases(records)
+  num_hits, num_prompt_tokens = prefix_hits(log)
   data |= {
     "output_tokens_per_s": output_tokens_per_s(records),
     "num_requests": len(records),
     "num_failed": outcomes(records)["failed"],
+    "num_preemptions": sum(isinstance(e, Preempted) for e in log),
+    "prefix_hit_share": num_hits / num_prompt_tokens if num_prompt_tokens else None,
     "handoff_bytes": sum(e.num_bytes for e in log if isinstance(e, Copied)),
     "copy_s": sum(r.copy_s for r in records.values() if r.copy_s is not None),
     "prefill_s": sum(r.prefill_s for r in records.values() if r.prefill_s is not None),

@@ -138,3 +138,21 @@ def _sum(works: Iterable[Work]) -> Work:
   for work in rest:
     first = first + work
   return first
+
+
+def prefix_hits(log: Iterable[Event]) -> tuple[int, int]:
+  """Prompt tokens that came from a prefix cache, and all prompt tokens of requests that started.
+
+  Counted when a request first gets a slice: what it finds again after a preemption is its own.
+  """
+  lengths: dict[int, int] = {}
+  num_hits = num_tokens = 0
+  for event in log:
+    if isinstance(event, Arrived):
+      lengths[event.request_id] = event.num_prompt_tokens
+    elif isinstance(event, Step):
+      for request_id, start in zip(event.prefill_ids, event.prefill_starts):
+        if request_id in lengths:
+          num_tokens += lengths.pop(request_id)
+          num_hits += start
+  return num_hits, num_tokens

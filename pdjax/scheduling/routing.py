@@ -58,26 +58,29 @@ class Routing:
   def prefill_s(self, pool: Scheduler, num_cached: int = 0) -> float:
     """Predicted time of prefilling what is not cached."""
     num_tokens = self.seq.num_tokens - num_cached
-    return _predict(
-      pool, count_slices(prefill_starts=(num_cached,), prefill_tokens=(num_tokens,), num_emitted=1)
+    return _prefill_s(
+      pool,
+      count_slices(prefill_starts=(num_cached,), prefill_tokens=(num_tokens,), num_emitted=1),
     )
 
   def queue_s(self, pool: Scheduler) -> float:
     """Predicted time of prefilling what is queued and in progress there.
 
-    As many tokens as are left in prompts of the mean length of those queued.
+    As many tokens as are left, in prompts of the mean length of those queued.
     """
     left = pool.prefill_tokens_left
     if not left:
       return 0.0
     num_prompts = len(pool.waiting) + len(pool.prefilling) or 1
-    counts = StepCounts(
-      num_prefill_tokens=left,
-      num_prefill_pairs=left * (left // num_prompts + 1) // 2,
-      num_prefill_keys=left,
-      num_emitted=num_prompts,
+    return _prefill_s(
+      pool,
+      StepCounts(
+        num_prefill_tokens=left,
+        num_prefill_pairs=left * (left // num_prompts + 1) // 2,
+        num_prefill_keys=left,
+        num_emitted=num_prompts,
+      ),
     )
-    return _predict(pool, counts)
 
   def tpot_s(self, pool: Scheduler, beside: Iterable[Sequence]) -> float:
     """Predicted time of a decode step there of this request beside others."""
@@ -90,6 +93,20 @@ class Routing:
         num_emitted=len(seqs),
       ),
     )
+
+
+def _prefill_s(pool: Scheduler, counts: StepCounts) -> float:
+  """Predicted time of so much prefill, in the steps that the pool's budget cuts it into.
+
+  Beside the decodes that run there now.
+  """
+  decoding = pool.decoding.values() if pool.config.decodes else ()
+  room = max(1, pool.config.token_budget - len(decoding))
+  num_steps = -(-counts.num_prefill_tokens // room)
+  one = StepCounts(*(n // num_steps for n in counts))._replace(
+    num_decodes=len(decoding), num_decode_keys=sum(seq.num_tokens for seq in decoding)
+  )
+  return num_steps * _predict(pool, one._replace(num_emitted=one.num_emitted + len(decoding)))
 
 
 def _predict(pool: Scheduler, counts: StepCounts) -> float:

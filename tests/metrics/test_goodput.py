@@ -100,6 +100,8 @@ def test_summary_is_json_with_the_agreed_keys(handoff_log):
     "output_tokens_per_s",
     "num_requests",
     "num_failed",
+    "num_preemptions",
+    "prefix_hit_share",
     "handoff_bytes",
     "copy_s",
     "prefill_s",

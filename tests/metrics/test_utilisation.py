@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from pdjax.core.events import EventLog
+from pdjax.core.events import Arrived, EventLog
 from pdjax.core.model_config import ModelConfig
-from pdjax.metrics.utilisation import pool_usage, span_s, step_work
+from pdjax.metrics.utilisation import pool_usage, prefix_hits, span_s, step_work
 
 pytestmark = pytest.mark.quick
 
@@ -82,3 +82,18 @@ def test_prefill_does_more_flops_per_byte_than_decode(make_step):
 def test_an_empty_log_has_no_pools():
   assert span_s(EventLog()) == 0.0
   assert pool_usage(EventLog(), SMALL) == {}
+
+
+def test_prefix_hits_are_where_first_slices_start_against_all_prompt_tokens(make_step):
+  """Request 0 begins at 8 of 20, request 1 at 0 of 10; what 0 finds again later is its own."""
+  arrived = [
+    Arrived(time_s=0.0, request_id=i, pool="m", num_prompt_tokens=n, max_tokens=2)
+    for i, n in ((0, 20), (1, 10), (2, 99))
+  ]
+  steps = [
+    make_step("m", 0, 0.0, 1.0, prefill=((0, 8, 6), (1, 0, 10)), emits=(1,)),
+    make_step("m", 1, 1.0, 2.0, prefill=((0, 14, 6),), emits=(0,)),
+    make_step("m", 2, 2.0, 3.0, prefill=((0, 16, 5),), emits=(0,)),  # after a preemption
+  ]
+  assert prefix_hits(EventLog([*arrived, *steps])) == (8, 30)
+  assert prefix_hits(EventLog(arrived)) == (0, 0)
