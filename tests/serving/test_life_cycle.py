@@ -26,6 +26,7 @@ from pdjax.core.clock import VirtualClock, WallClock, to_ticks
 from pdjax.core.events import Arrived, Copied, EventLog, Failed, Finished, Preempted, Step
 from pdjax.core.request import Request, SamplingParams
 from pdjax.core.sequence import Sequence, State
+from pdjax.scheduling.policies import POLICIES
 from pdjax.scheduling.scheduler import length_or_stop
 from pdjax.serving.loop import Inbox, serve
 
@@ -644,6 +645,10 @@ SCENARIOS = {
   "disaggregated, few pages": dict(strategy="disaggregated", num_pages=20),
   "disaggregated, few rows": dict(strategy="disaggregated", num_rows=2),
   "pages by the chunk": dict(strategy="chunked", num_pages=20, limits=dict(reservation="chunk")),
+  "swapping": dict(strategy="chunked", num_pages=20, limits=dict(swap_tokens=60)),
+  "swapping, prefix cache": dict(
+    strategy="continuous", num_pages=20, limits=dict(swap_tokens=60, prefix_cache=True)
+  ),
   "prefix cache": dict(strategy="chunked", limits=dict(prefix_cache=True)),
   "prefix cache, few pages": dict(
     strategy="continuous", num_pages=20, limits=dict(prefix_cache=True, eviction="length")
@@ -651,6 +656,18 @@ SCENARIOS = {
   "prefix cache, disaggregated": dict(
     strategy="disaggregated", num_pages=30, limits=dict(prefix_cache=True)
   ),
+  "swapped": dict(strategy="chunked", num_pages=20, limits=dict(swap_tokens=200)),
+  "swapped, whole prompts": dict(strategy="fcfs", num_pages=20, limits=dict(swap_tokens=40)),
+  "swapped and shared": dict(
+    strategy="chunked",
+    num_pages=20,
+    limits=dict(swap_tokens=60, prefix_cache=True, reservation="chunk", look_ahead=2),
+  ),
+  **{
+    policy: dict(strategy=policy, num_pages=24)
+    for policy, spec in POLICIES.items()
+    if not spec.half and policy not in ("sarathi", "prefill_first")
+  },
 }
 EXPECTED_FAILURES = ("cancelled", "timed out", "broken on purpose", "finish rule failed: Fault",
                      "step failed: Fault", "hand-off failed: Fault")  # fmt: skip
@@ -777,7 +794,7 @@ def test_whatever_happens_every_request_ends_once_with_its_tokens_and_every_page
   run_state_machine_as_test(
     LifeCycle,
     settings=settings(
-      max_examples=wanted * 11 // (10 * OPERATIONS_PER_RUN) + 1,  # a few end early
+      max_examples=wanted * 6 // (5 * OPERATIONS_PER_RUN) + 1,  # some end early
       stateful_step_count=OPERATIONS_PER_RUN,
       deadline=None,
       derandomize=True,
