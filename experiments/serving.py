@@ -195,7 +195,7 @@ def run_experiment(checked: Checked, progress: Progress) -> Experiment:
 def _serve(experiment: Experiment, strategy: str, log: EventLog, progress: Progress) -> None:
   world, config = experiment.world, experiment.config
   specs = STRATEGIES[strategy](config.num_devices, config.tp)
-  cluster = make_cluster(specs, config.scheduler, world.pages, world.executor, world.predict_step_s)
+  cluster = make_cluster(specs, config.scheduler, world.pages, world.executor, world.step_time)
   num_ended = num_tokens = 0
   clock = world.clock()
   now_s = 0.0

@@ -12,17 +12,19 @@ from typing import Protocol
 
 from configs.hardware import HARDWARE, link
 from configs.models import MODELS
-from pdjax.analysis.capacity import StepTimes, measure
+from pdjax.analysis.capacity import StepTimes, measure, probe_points
 from pdjax.config import STRATEGIES, ExperimentConfig, PoolSpec, device_groups
 from pdjax.core.clock import Clock, VirtualClock, WallClock
-from pdjax.core.costs import StepCounts
+from pdjax.core.costs import StepCounts, count_plan
 from pdjax.core.model_config import ModelConfig
 from pdjax.core.names import pick
 from pdjax.core.plan import StepPlan
 from pdjax.deployment import largest_budgets, make_pages, uses_of
 from pdjax.llm import open_model
 from pdjax.scheduling.pages import PageConfig
+from pdjax.scheduling.scheduler import StepTime
 from pdjax.serving.executor import Executor
+from pdjax.serving.step_time import FittedStepTime
 from pdjax.sim.hardware import Device
 from pdjax.sim.roofline import Roofline, num_pages
 from pdjax.sim.sim_executor import SimExecutor
@@ -63,8 +65,8 @@ class World(Protocol):
 
   def clock(self) -> Clock: ...
 
-  def predict_step_s(self, counts: StepCounts) -> float:
-    """How long a step of these counts takes, for policies that plan by time."""
+  def step_time(self, devices: tuple[int, ...]) -> StepTime:
+    """How long a step takes there, for policies that plan by time; for one pool and one run."""
     ...
 
   def top2_margin(self, token_ids: Sequence[int]) -> float | None: ...
@@ -135,7 +137,10 @@ class SimWorld:
   def clock(self) -> VirtualClock:
     return VirtualClock()
 
-  def predict_step_s(self, counts: StepCounts) -> float:
+  def step_time(self, devices: tuple[int, ...]) -> StepTime:
+    return self._predict_step_s
+
+  def _predict_step_s(self, counts: StepCounts) -> float:
     return self._latency.terms_of(counts).total_s
 
   def top2_margin(self, token_ids: Sequence[int]) -> None:
@@ -200,11 +205,16 @@ class JaxWorld:
       show(f"warm-up, shape {number}: {line}")
     # No step here takes more: where all pools cut prompts, the longest is as many chunks.
     most = min(self._longest[0], whole_budget)
-    where = dict(longest_prompt=most, context=self._context, repeats=3)
+    where = dict(longest_prompt=most, context=self._context)
     show("timing steps, one pool at a time")
-    alone = measure(self.pages, lambda plan: _time(self._able[plan.kind][:1], plan), **where)
+    alone = measure(self.pages, lambda plan: _time(self._able[plan.kind][:1], plan), **where, repeats=3)
     show("timing steps, all pools together")
-    together = measure(self.pages, lambda plan: _time(self._able[plan.kind], plan), **where)
+    together = measure(self.pages, lambda plan: _time(self._able[plan.kind], plan), **where, repeats=3)
+    took_s = {"prefill": together.prefill_s, "decode": together.decode_s}
+    self._measured = [
+      (count_plan(plan), took_s[kind](size))
+      for kind, size, plan in probe_points(self.pages, **where)
+    ]
     self.alone = _in_chunks(alone, self._longest[0])
     self.together = _in_chunks(together, self._longest[0])
     for executor in executors:
@@ -229,11 +239,8 @@ class JaxWorld:
   def clock(self) -> WallClock:
     return WallClock()
 
-  def predict_step_s(self, counts: StepCounts) -> float:
-    """What the halves took apart: a mixed step is faster, so what is planned by this is on time."""
-    prefill_s = self.together.prefill_s(counts.num_prefill_tokens)
-    decode_s = self.together.decode_s(counts.num_decodes)
-    return prefill_s * (counts.num_prefill_tokens > 0) + decode_s * (counts.num_decodes > 0)
+  def step_time(self, devices: tuple[int, ...]) -> FittedStepTime:
+    return FittedStepTime(self._measured)
 
   def top2_margin(self, token_ids: Sequence[int]) -> float:
     return next(iter(self._executors.values())).top2_margin(token_ids)

@@ -87,7 +87,7 @@ class SchedulerOptions:
   """
 
   policy: str | None = None
-  router: str = "least_outstanding_tokens"
+  router: str = "least_loaded"
   options: tuple[str, ...] = ()
   token_budget: int = 128
   prefill_budget: int | None = None

@@ -12,7 +12,7 @@ from pdjax.config import CacheConfig, PoolSpec, SchedulerOptions
 from pdjax.core.names import pick
 from pdjax.scheduling.pages import PageConfig
 from pdjax.scheduling.policies import POLICIES, make_policy
-from pdjax.scheduling.routing import make_router
+from pdjax.scheduling.routing import Conductor, make_router
 from pdjax.scheduling.scheduler import Scheduler, SchedulerConfig, StepTime
 from pdjax.serving.cluster import Cluster, Pool
 from pdjax.serving.executor import Executor
@@ -47,11 +47,12 @@ def make_cluster(
   options: SchedulerOptions,
   pages: PageConfig,
   executor: Callable[[tuple[int, ...]], Executor],
-  predict_step_s: StepTime | None = None,
+  step_time: Callable[[tuple[int, ...]], StepTime] | None = None,
 ) -> Cluster:
   """The pools of a strategy, empty. `executor` gives that of a group of devices.
 
-  `predict_step_s` tells policies and routers that plan by time how long a step of any pool takes.
+  `step_time` gives what tells policies and routers that plan by time how long a step takes there.
+  What learns from a pool's steps must be its own.
 
   Raises:
     ValueError: limits that cannot serve, or a policy or router that does not exist or does not fit.
@@ -60,6 +61,7 @@ def make_cluster(
   for spec in specs:
     name = policy_name(spec, options)
     policy = make_policy(name, options.options_of(name))
+    predict_step_s = None if step_time is None else step_time(spec.devices)
     scheduler = Scheduler(policy, pages, limits(spec, options, pages), predict_step_s)
     pools.append(Pool(spec.name, spec.role, scheduler, executor(spec.devices)))
   return Cluster(pools, make_router(options.router, options.options_of(options.router)))
@@ -71,7 +73,8 @@ def policy_name(spec: PoolSpec, options: SchedulerOptions) -> str:
   Raises:
     ValueError: `options.policy` does not exist, or cannot serve a mixed pool.
   """
-  if spec.role == "decode" and _prefills_locally(options):
+  conductor = _conductor(options)
+  if spec.role == "decode" and conductor is not None and conductor.local_prefill_tokens:
     return "sarathi"
   if spec.role != "mixed" or options.policy is None:
     return spec.policy
@@ -84,10 +87,9 @@ def policy_name(spec: PoolSpec, options: SchedulerOptions) -> str:
   return options.policy
 
 
-def _prefills_locally(options: SchedulerOptions) -> bool:
-  return options.router == "conductor" and (
-    make_router(options.router, options.options_of(options.router)).local_prefill_tokens > 0
-  )
+def _conductor(options: SchedulerOptions) -> Conductor | None:
+  router = make_router(options.router, options.options_of(options.router))
+  return router if isinstance(router, Conductor) else None
 
 
 def limits(spec: PoolSpec, options: SchedulerOptions, pages: PageConfig) -> SchedulerConfig:
@@ -122,9 +124,10 @@ def uses_of(
 ) -> dict[tuple[int, ...], set[str]]:
   """Every group of devices, in order, with what its pools need compiled.
 
-  Kinds of step, and `gather` and `scatter` of pages for hand-offs and swaps.
+  Kinds of step, and `gather` and `scatter` of pages for hand-offs, swaps and copies of prefixes.
   """
   uses: dict[tuple[int, ...], set[str]] = {}
+  conductor = _conductor(options)
   for spec in specs:
     own = uses.setdefault(spec.devices, set())
     policy = POLICIES[policy_name(spec, options)]
@@ -133,6 +136,7 @@ def uses_of(
     )
     if spec.role != "prefill" and policy.mixes:
       own |= {"prefill", "mixed"}
-    if options.swap_tokens:
+    copies_prefixes = conductor is not None and conductor.balancing_threshold is not None
+    if options.swap_tokens or (copies_prefixes and spec.role != "decode"):
       own |= {"gather", "scatter"}
   return dict(sorted(uses.items()))

@@ -25,7 +25,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pdjax.config import STRATEGIES, CacheConfig, SchedulerOptions
 from pdjax.core.clock import WallClock, to_ticks
@@ -39,6 +39,7 @@ from pdjax.deployment import largest_budgets, make_cluster, make_pages, uses_of
 from pdjax.metrics.latency import Phases, RequestRecord, phases, request_records
 from pdjax.serving.cluster import Cluster
 from pdjax.serving.loop import GRACE_S, Inbox, Turn, serve
+from pdjax.serving.step_time import FittedStepTime
 from pdjax.sources import resolve
 from pdjax.stopping import Settled, Stopper, with_eos
 from pdjax.tokenizer import ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer
@@ -127,9 +128,12 @@ class LLM:
   `pdjax.config.STRATEGIES`; it serves on `num_devices`, by default the fewest that it can, and each
   of its pools splits the model over `tp` of them. A sequence has up to `max_len` tokens, prompt and
   output together: by default what the model was trained for, but at most 1,024; `num_rows` of them
-  run at once in each pool. `token_budget` is that of `chunked`; `policy` replaces that of mixed
-  pools. `dtype` is float32 on CPU and bfloat16 elsewhere. `seed` is where requests that are sampled
-  without a seed of their own get one from.
+  run at once in each pool. `dtype` is float32 on CPU and bfloat16 elsewhere. `seed` is where
+  requests that are sampled without a seed of their own get one from.
+
+  `scheduler` is any of `pdjax.config.SchedulerOptions`: `token_budget`, `policy`, `prefix_cache`
+  (of `layout="paged"`), `swap_tokens`, `router`, `steps_in_flight`, and others. Policies and
+  routers that plan by time learn how long steps take from the LLM's own.
 
   All shapes are compiled here and not at the first request, so that the timings of every request
   are honest: this takes a minute for a model of 135 million parameters on two cores, and `progress`
@@ -149,19 +153,18 @@ class LLM:
     num_devices: int | None = None,
     max_len: int | None = None,
     num_rows: int = 8,
-    token_budget: int = 128,
-    policy: str | None = None,
     layout: str = "slots",
     page_size: int = 16,
     dtype: str | None = None,
     seed: int = 0,
     check_weights: bool = False,
     progress: bool | None = None,
+    **scheduler: Any,
   ):
     make_pools = pick(STRATEGIES, strategy, "strategy")
     num_devices = _fewest_devices(make_pools, tp) if num_devices is None else num_devices
     self._specs = make_pools(num_devices, tp)
-    self._options = SchedulerOptions(policy=policy, token_budget=token_budget)
+    self._options = SchedulerOptions(**scheduler)
     uses = uses_of(self._specs, self._options)
     show = _progress(progress)
     path = resolve(str(model), show=show)
@@ -192,6 +195,7 @@ class LLM:
       show(f"compiling, shape {number}: {line}")
     show("")
     self._executors = dict(zip(uses, executors, strict=True))
+    self._step_times = {group: FittedStepTime() for group in uses}  # of one pool each
     self._rng = random.Random(seed)
     self._run: _Run | None = None
     self.log = EventLog()
@@ -290,7 +294,7 @@ class LLM:
     for name, values in (("params", each), ("arrivals_s", offsets_s)):
       if len(values) != len(ids):
         raise ValueError(f"{len(values)} {name} for {len(ids)} prompts")
-    cluster = make_cluster(self._specs, self._options, self._pages, self._executors.__getitem__)
+    cluster = self._cluster()
     requests = []
     for index, (prompt_ids, own, offset_s) in enumerate(zip(ids, each, offsets_s)):
       if not prompt_ids:
@@ -329,6 +333,10 @@ class LLM:
       return tuple(map(int, prompt))
     raise TypeError(f"prompt {index} is neither text, nor token ids, nor chat messages: {prompt!r}")
 
+  def _cluster(self) -> Cluster:
+    executor, step_time = self._executors.__getitem__, self._step_times.__getitem__
+    return make_cluster(self._specs, self._options, self._pages, executor, step_time)
+
   def _begin(self) -> _Run:
     """The run in progress, or a new one on empty pools."""
     if not self._executors:
@@ -336,8 +344,7 @@ class LLM:
     if self._run is None:
       for executor in self._executors.values():
         executor.reset()
-      cluster = make_cluster(self._specs, self._options, self._pages, self._executors.__getitem__)
-      self._run = _Run(cluster, Stopper(self.tokenizer))
+      self._run = _Run(self._cluster(), Stopper(self.tokenizer), self._options.steps_in_flight)
       self.log = self._run.log
     return self._run
 
@@ -357,14 +364,21 @@ class _Clock(WallClock):
 class _Run:
   """One `serve` loop and the calls that share it, from the first until no request is left."""
 
-  def __init__(self, cluster: Cluster, stopper: Stopper):
+  def __init__(self, cluster: Cluster, stopper: Stopper, steps_in_flight: int):
     self.cluster, self.inbox, self.clock = cluster, Inbox(is_open=True), _Clock()
     self.log, self.stopper = EventLog(), stopper
     self.num_requests = 0
     self.sequences: dict[int, Sequence] = {}  # by request id, of those that got a token
     self.calls: list[_Call] = []
     self.is_over = False
-    self._turns = serve(cluster, self.inbox, self.clock, self.log, finish_reason=stopper)
+    self._turns = serve(
+      cluster,
+      self.inbox,
+      self.clock,
+      self.log,
+      finish_reason=stopper,
+      steps_in_flight=steps_in_flight,
+    )
 
   @property
   def is_busy(self) -> bool:

@@ -89,11 +89,15 @@ def test_options_reach_the_policy_of_every_pool_that_runs_it():
     assert first is not second, "two pools would share what it keeps"
 
 
-def test_a_step_time_reaches_every_pool():
+def test_every_pool_has_the_step_time_of_its_own_devices():
   pages = make_pages(CacheConfig(num_rows=4), 64)
-  specs = STRATEGIES["disaggregated"](2)
-  cluster = make_cluster(specs, SchedulerOptions(), pages, Executor, lambda counts: 7.0)
-  assert [pool.scheduler.predict_step_s(None) for pool in cluster.pools] == [7.0, 7.0]
+  specs = STRATEGIES["disaggregated"](4, 2)
+  cluster = make_cluster(
+    specs, SchedulerOptions(), pages, Executor, lambda devices: lambda counts: (devices, counts)
+  )
+  assert [pool.scheduler.predict_step_s(7) for pool in cluster.pools] == [((0, 1), 7), ((2, 3), 7)]
+  cluster = make_cluster(specs, SchedulerOptions(), pages, Executor)
+  assert [pool.scheduler.predict_step_s for pool in cluster.pools] == [None, None]
 
 
 def test_limits_are_those_of_the_options_where_they_are_set():
@@ -143,6 +147,8 @@ def test_a_group_of_devices_compiles_what_the_pools_of_all_strategies_use():
   assert uses("chunked", 1) == [steps]
   assert uses("continuous", 1) == [steps - {"mixed"}], "its steps never mix"
   assert uses("chunked", 1, swap_tokens=9) == [steps | {"gather", "scatter"}]
+  copies = dict(router="conductor", options=("conductor.balancing_threshold=1.5",))
+  assert uses("disaggregated", **copies)[0] == {"prefill", "gather", "scatter"}
   assert uses("disaggregated") == [{"prefill", "gather"}, {"decode", "scatter"}]
   specs = [spec for name in ("chunked", "disaggregated") for spec in STRATEGIES[name](4, 2)]
   all_uses = uses_of(specs, SchedulerOptions())

@@ -14,10 +14,12 @@ import pytest
 
 import pdjax
 import pdjax.llm
-from pdjax.core.events import Failed
+from pdjax.core.costs import count_slices
+from pdjax.core.events import Failed, Step
 from pdjax.core.plan import StepResult
 from pdjax.core.request import SamplingParams
 from pdjax.metrics.latency import outcomes, request_records
+from pdjax.serving.loop import serve
 
 pytest.importorskip("tokenizers", reason="needs the extra [hf]")
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -37,9 +39,8 @@ def chunked():
 
 @pytest.fixture(scope="module")
 def continuous():
-  with pdjax.LLM(
-    "tiny", strategy="continuous", tp=2, layout="paged", **SMALL | dict(num_rows=1)
-  ) as llm:
+  own = dict(num_rows=1, layout="paged", prefix_cache=True, steps_in_flight=2)
+  with pdjax.LLM("tiny", strategy="continuous", tp=2, **SMALL | own) as llm:
     yield llm
 
 
@@ -108,6 +109,34 @@ def test_prompts_are_text_ids_or_messages(chunked):
   assert chunked.chat(messages, GREEDY).prompt_ids == templated
   assert [o.prompt_ids for o in chunked.generate([messages, text], GREEDY)] == [templated, ids]
   assert chunked.generate([], GREEDY) == []
+
+
+def test_options_of_the_scheduler_arrive(continuous, monkeypatch):
+  given = []
+
+  def spy(*args, **options):
+    given.append(options["steps_in_flight"])
+    return serve(*args, **options)
+
+  monkeypatch.setattr(pdjax.llm, "serve", spy)
+  first, second = continuous.generate([PROMPTS[0]] * 2, GREEDY)  # one after the other: one row
+  assert answers([first]) == answers([second])
+  starts = [e.prefill_starts for e in continuous.log if isinstance(e, Step) and e.prefill_ids]
+  assert starts == [(0,), (16,)], "a page of the second was in the prefix cache"
+  assert given == [2]
+
+
+def test_every_pool_learns_its_own_step_times_and_keeps_them(disaggregated):
+  disaggregated.generate(PROMPTS, GREEDY)
+  prompt = count_slices(prefill_starts=[0], prefill_tokens=[16], num_emitted=1)
+  decode = count_slices(decode_positions=[9, 9], num_emitted=2)
+  learnt = list(disaggregated._step_times.values())
+  before_s = [step_time(counts) for step_time in learnt for counts in (prompt, decode)]
+  assert all(0 < step_s < 10 for step_s in before_s)
+  cluster = disaggregated._begin().cluster
+  disaggregated._run = None
+  assert [pool.scheduler.predict_step_s for pool in cluster.pools] == learnt
+  assert learnt[0] is not learnt[1]
 
 
 def test_each_prompt_may_have_its_own_params(chunked):
@@ -348,6 +377,8 @@ def test_wrong_input_is_refused_before_anything_runs(chunked, prompts, params, e
     ({"max_len": 10_000_000}, r"max_len=10000000 is more than the \d+ tokens"),
     ({"token_budget": 4}, "token_budget=4 cannot advance 8 running"),
     ({"policy": "prefill_only"}, "policy=prefill_only serves only half"),
+    ({"router": "nearest"}, "unknown router 'nearest'"),
+    ({"prefix_cache": True}, "in the slots layout every row has its own"),
     ({"layout": "heap"}, "layout='heap' must be"),
     ({"tp": 3}, "num_heads=8 is no multiple of the 3 devices"),
   ],
@@ -355,6 +386,11 @@ def test_wrong_input_is_refused_before_anything_runs(chunked, prompts, params, e
 def test_arguments_that_make_no_sense_are_refused_before_anything_compiles(arguments, message):
   with pytest.raises(ValueError, match=message):
     pdjax.LLM("tiny", **arguments)
+
+
+def test_an_argument_that_nobody_knows_is_refused():
+  with pytest.raises(TypeError, match="num_row"):
+    pdjax.LLM("tiny", num_row=3)
 
 
 def test_a_model_that_is_not_there_says_so():

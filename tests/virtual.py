@@ -13,6 +13,7 @@ from pdjax.core.events import EventLog
 from pdjax.core.request import Request, SamplingParams
 from pdjax.scheduling.pages import PageConfig
 from pdjax.scheduling.policies import POLICIES, make_policy
+from pdjax.scheduling.routing import least_loaded
 from pdjax.scheduling.scheduler import Scheduler, SchedulerConfig
 from pdjax.serving.cluster import Cluster, Pool
 from pdjax.serving.loop import Inbox, serve
@@ -89,8 +90,11 @@ def make_pool(
   )
 
 
-def make_cluster(strategy: str, *, budget: int = 16, **options) -> Cluster:
-  """The pools of a strategy on two devices. Whole prompts get a budget that holds any sequence."""
+def make_cluster(strategy: str, *, budget: int = 16, router=least_loaded, **options) -> Cluster:
+  """The pools of a strategy on two devices. Whole prompts get a budget that holds any sequence.
+
+  Routers other than the default are told how long steps take.
+  """
   pools = []
   for spec in STRATEGIES[strategy](2):
     needs = POLICIES[spec.policy]
@@ -104,7 +108,9 @@ def make_cluster(strategy: str, *, budget: int = 16, **options) -> Cluster:
         **{"limits": {"reservation": needs.reservation}} | options,
       )
     )
-  return Cluster(pools)
+    if router is not least_loaded:
+      pools[-1].scheduler.predict_step_s = step_s  # which looks at the number of tokens only
+  return Cluster(pools, router)
 
 
 def run(cluster: Cluster, requests, *, clock=None, each_turn=None, **options) -> EventLog:
@@ -121,7 +127,7 @@ def run(cluster: Cluster, requests, *, clock=None, each_turn=None, **options) ->
     assert scheduler.pages.num_free_rows == scheduler.pages.config.num_rows, pool.name
     assert not (scheduler.waiting or scheduler.running or scheduler.leaving or pool.in_flight)
     assert scheduler.prefill_tokens_left == scheduler.output_tokens_left == 0
-  assert not cluster.outbox and not cluster.transfers
+  assert not cluster.outbox and not cluster.transfers and not cluster.prefetches
   return log
 
 

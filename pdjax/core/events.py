@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import typing
 from collections.abc import Iterable, Iterator, Mapping
 
 from pdjax.core.plain import from_plain, to_plain
@@ -67,6 +68,19 @@ class Copied:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Fetched:
+  """Cached pages of a prefix were copied from the pool `source` to `pool`, for a queued request."""
+
+  time_s: float
+  request_id: int
+  pool: str
+  source: str
+  start_s: float
+  num_tokens: int
+  num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
   """A request has all its tokens. `reason`: `length` or `stop`."""
 
@@ -86,8 +100,8 @@ class Failed:
   reason: str
 
 
-Event = Arrived | Step | Preempted | Copied | Finished | Failed
-_KINDS = {cls.__name__.lower(): cls for cls in (Arrived, Step, Preempted, Copied, Finished, Failed)}
+Event = Arrived | Step | Preempted | Copied | Fetched | Finished | Failed
+_KINDS = {cls.__name__.lower(): cls for cls in typing.get_args(Event)}
 
 
 class EventLog:

@@ -13,6 +13,7 @@ class State(enum.Enum):
   """Where a request is. Says nothing of its tokens: prompt or output, it runs."""
 
   QUEUED = "queued"  # since its arrival
+  FETCHING = "fetching"  # waits for a prefix that is being copied to its pool
   RUNNING = "running"  # holds a row that steps are planned for
   PREEMPTED = "preempted"  # queued again: what was computed is lost
   READY = "ready"  # prefilled; keeps its row and waits in the outbox
@@ -21,7 +22,8 @@ class State(enum.Enum):
 
 
 _NEXT = {
-  State.QUEUED: {State.RUNNING, State.ENDED},
+  State.QUEUED: {State.FETCHING, State.RUNNING, State.ENDED},
+  State.FETCHING: {State.QUEUED, State.ENDED},
   State.RUNNING: {State.PREEMPTED, State.READY, State.ENDED},
   State.PREEMPTED: {State.RUNNING, State.ENDED},
   State.READY: {State.MOVING, State.PREEMPTED, State.ENDED},

@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pdjax.core.events import Arrived, Copied, Event, Failed, Finished, Preempted, Step
+from pdjax.core.events import Arrived, Copied, Event, Failed, Fetched, Finished, Preempted, Step
 from pdjax.core.model_config import ModelConfig
 from pdjax.metrics.utilisation import step_work
 
@@ -66,7 +66,7 @@ def chrome_trace(
             "args": {"request_id": event.request_id} | ({"reason": event.reason} if failed else {}),
           }
         )
-      case Copied() | Arrived() | Finished():
+      case Copied() | Fetched() | Arrived() | Finished():
         pass  # copies below: they need the steps on both sides; the rest shows in the steps
 
   copies = sorted((e for e in log if isinstance(e, Copied)), key=lambda c: c.start_s)

@@ -1,7 +1,7 @@
 """Which pool takes a request, or why none does.
 
 A router is a callable of a `Routing`, which is all that it may look at. It gives the index of a
-pool in `routing.pools`, or `Rejected`.
+pool in `routing.pools`, `Fetch`, or `Rejected`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,20 @@ class Rejected:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Fetch:
+  """Entry pool number `pool` takes the request, after a copy of what number `source` has of it."""
+
+  pool: int
+  source: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
   """A request that has arrived, and the pools that could take it.
 
   `entry` are the pools that prompts go to, mixed or prefill; `decode` those that prefill pools hand
   over to, which can also prefill a prompt themselves. `handing_over` are the sequences between the
-  two. `copy_s` gives the seconds that a hand-off of so many tokens takes, None where unknown.
+  two. `copy_s_per_token` is what copies between pools took of late, 0 before the first.
   """
 
   seq: Sequence
@@ -40,7 +48,7 @@ class Routing:
   entry: Seq[Scheduler]
   decode: Seq[Scheduler] = ()
   handing_over: Seq[Sequence] = ()
-  copy_s: Callable[[int], float] | None = None
+  copy_s_per_token: float = 0.0
 
   @property
   def request(self) -> Request:
@@ -115,13 +123,13 @@ def _predict(pool: Scheduler, counts: StepCounts) -> float:
   return pool.predict_step_s(counts)
 
 
-Router = Callable[[Routing], int | Rejected]
+Router = Callable[[Routing], int | Fetch | Rejected]
 
 
 # Baselines ----------------------------------------------------------------------------------------
 
 
-def least_outstanding_tokens(routing: Routing) -> int:
+def least_loaded(routing: Routing) -> int:
   """The pool with the fewest prompt and output tokens left to compute; the first among equals."""
   left = [_load(pool) for pool in routing.entry]
   return left.index(min(left))
@@ -175,7 +183,9 @@ REJECTIONS = ("never", "early", "predicted")
 class Conductor:
   """The pool with the least predicted TTFT, its prefix cache counted (Mooncake, Algorithm 1).
 
-  TTFT is the prefills queued there and that of the part which is not cached. Targets are those of
+  TTFT is the prefills queued there and that of the part which is not cached. Where another pool has
+  more than `balancing_threshold` times as much of the prompt, it is copied from there first, which
+  also spreads hot prefixes; None: never. Targets are those of
   the request (`Request.slo`), or these. `rejects` under overload (tech report, section 7): `never`;
   `early` whoever would miss a target of prefill or decode as things stand; `predicted` likewise,
   but with the decode pools as they will be when this prefill ends: with those that arrive there by
@@ -186,6 +196,7 @@ class Conductor:
   PPD's append-prefill): they are not handed over. 0: none.
   """
 
+  balancing_threshold: float | None = None
   ttft_s: float | None = None
   tpot_s: float | None = None
   rejects: str = "never"
@@ -195,22 +206,26 @@ class Conductor:
   def __post_init__(self):
     if self.rejects not in REJECTIONS:
       raise ValueError(f"rejects={self.rejects!r} must be one of {', '.join(REJECTIONS)}")
-    for name in ("ttft_s", "tpot_s", "decode_s"):
+    for name in ("balancing_threshold", "ttft_s", "tpot_s", "decode_s"):
       value = getattr(self, name)
       if value is not None and not value > 0:
         raise ValueError(f"{name}={value} must be positive")
     if self.local_prefill_tokens < 0:
       raise ValueError(f"local_prefill_tokens={self.local_prefill_tokens} must be 0 or more")
 
-  def __call__(self, routing: Routing) -> int | Rejected:
+  def __call__(self, routing: Routing) -> int | Fetch | Rejected:
     slo = routing.request.slo or Slo(ttft_s=self.ttft_s or 1e9, tpot_s=self.tpot_s or 1e9)
     local = self._local(routing, slo)
     if local is not None:
       return local
+    cached = [routing.num_cached_tokens(pool) for pool in routing.entry]
+    most = max(cached)
+    fetches = [self._is_worth_a_copy(most, own) for own in cached]
     ttfts_s = []
-    for pool in routing.entry:
-      cached = routing.num_cached_tokens(pool)
-      ttfts_s.append(routing.queue_s(pool) + routing.prefill_s(pool, cached))
+    for pool, own, fetch in zip(routing.entry, cached, fetches, strict=True):
+      copy_s = routing.copy_s_per_token * (most - own) if fetch else 0.0
+      prefill_s = routing.prefill_s(pool, most if fetch else own)
+      ttfts_s.append(copy_s + routing.queue_s(pool) + prefill_s)
     ttft_s = min(ttfts_s)
     if self.rejects != "never":
       if ttft_s > slo.ttft_s:
@@ -218,7 +233,12 @@ class Conductor:
       tpot_s = self._tpot_s(routing, ttft_s)
       if tpot_s > slo.tpot_s:
         return Rejected(reason=f"overload: predicted TPOT {tpot_s:.3g} s is over {slo.tpot_s:g} s")
-    return ttfts_s.index(ttft_s)
+    chosen = ttfts_s.index(ttft_s)
+    return Fetch(pool=chosen, source=cached.index(most)) if fetches[chosen] else chosen
+
+  def _is_worth_a_copy(self, most: int, own: int) -> bool:
+    threshold = self.balancing_threshold
+    return threshold is not None and most > own and most > threshold * own
 
   def _tpot_s(self, routing: Routing, prefill_s: float) -> float:
     """Predicted time of a decode step in the pool where it will be shortest."""
@@ -262,7 +282,7 @@ class Conductor:
 
 
 ROUTERS: dict[str, Router | type] = {
-  "least_outstanding_tokens": least_outstanding_tokens,
+  "least_loaded": least_loaded,
   "random": RandomPool,
   "power_of_two": PowerOfTwo,
   "local_cache": local_cache,

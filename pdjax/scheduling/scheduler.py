@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import sys
 from collections.abc import Callable, Iterable, ValuesView
+from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from pdjax.core.costs import StepCounts, count_slices
@@ -231,6 +232,11 @@ class Scheduler:
     extend_keys(seq, seq.num_tokens, page_size)
     keys = seq.page_keys[: (seq.num_tokens - 1) // page_size]
     return tuple(keys[: self.pages.match(keys)])
+
+  def publish(self, row: int, keys: Seq[bytes]) -> None:
+    """Tells the prefix cache what the first pages of a reserved row hold by now."""
+    for index, key in enumerate(keys):
+      self.pages.publish(row, index, key)
 
   def adopt(self, seq: Sequence, row: int) -> None:
     """Runs a sequence whose K and V are already in the reserved `row`."""

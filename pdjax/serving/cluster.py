@@ -10,7 +10,7 @@ from pdjax.core.clock import Ticket
 from pdjax.core.plan import StepPlan
 from pdjax.core.request import Request
 from pdjax.core.sequence import Sequence, State
-from pdjax.scheduling.routing import Rejected, Router, Routing, least_outstanding_tokens
+from pdjax.scheduling.routing import Fetch, Rejected, Router, Routing, least_loaded
 from pdjax.scheduling.scheduler import Scheduler
 from pdjax.serving.executor import Executor, Handle
 
@@ -29,6 +29,8 @@ class Pool:
     default_factory=collections.deque
   )  # plan, ticket, submit time; oldest first
   last_end_s: float = 0.0
+  predicted_s: float = 0.0  # time of the newest step in flight; 0 where nobody knows
+  host_s: float = 0.0  # time to plan and to start a step, of late
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -50,6 +52,25 @@ class Transfer:
   is_target_lost: bool = False
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class Prefetch:
+  """Cached pages of a prefix on their way to the pool that a request will be prefilled in.
+
+  Rows of both pools hold them meanwhile, `keys` says what they are.
+  """
+
+  seq: Sequence
+  source: Pool
+  source_row: int
+  target: Pool
+  target_row: int
+  keys: tuple[bytes, ...]
+  handle: Handle
+  ticket: Ticket
+  start_s: float
+  is_target_lost: bool = False
+
+
 class Cluster:
   """All pools of a run: either mixed ones only, or prefill and decode pools.
 
@@ -61,13 +82,15 @@ class Cluster:
       sizes differ.
   """
 
-  def __init__(self, pools: Seq[Pool], router: Router = least_outstanding_tokens):
+  def __init__(self, pools: Seq[Pool], router: Router = least_loaded):
     self.pools = list(pools)
     self.router = router
     self.entry = [p for p in pools if p.role != "decode"]
     self.decode = [p for p in pools if p.role == "decode"]
     self.outbox: collections.deque[tuple[Pool, Sequence]] = collections.deque()
     self.transfers: list[Transfer] = []
+    self.prefetches: list[Prefetch] = []
+    self.copy_s_per_token = 0.0  # of copies between pools, of late
     roles = sorted({p.role for p in pools})
     if roles not in (["mixed"], ["decode", "prefill"]):
       raise ValueError(f"pools need roles mixed alone, or prefill and decode; not {roles}")
@@ -94,8 +117,11 @@ class Cluster:
         return f"{pool.name}: {reason}"
     return None
 
-  def route(self, seq: Sequence, now_s: float) -> Pool | Rejected:
-    """The pool that a new sequence goes to, or why it goes to none. Changes nothing."""
+  def route(self, seq: Sequence, now_s: float) -> tuple[Pool, Pool | None] | Rejected:
+    """The pool that a sequence goes to, and one to copy its prefix from first, or why to none.
+
+    Changes nothing.
+    """
     handing_over = [seq for _, seq in self.outbox] + [t.seq for t in self.transfers]
     routing = Routing(
       seq=seq,
@@ -103,9 +129,34 @@ class Cluster:
       entry=[p.scheduler for p in self.entry],
       decode=[p.scheduler for p in self.decode],
       handing_over=handing_over,
+      copy_s_per_token=self.copy_s_per_token,
     )
     choice = self.router(routing)
-    return choice if isinstance(choice, Rejected) else (*self.entry, *self.decode)[choice]
+    if isinstance(choice, Rejected):
+      return choice
+    if isinstance(choice, Fetch):
+      return self.entry[choice.pool], self.entry[choice.source]
+    return (*self.entry, *self.decode)[choice], None
+
+  def prefetch(self, seq: Sequence, source: Pool, target: Pool) -> tuple[int, int] | None:
+    """Rows that hold the prefix of `seq` in both pools; None where there is no room or no need."""
+    keys, own = (p.scheduler.cached_keys(seq) for p in (source, target))
+    num_tokens = len(keys) * source.scheduler.pages.config.page_size
+    if len(keys) <= len(own):
+      return None
+    target_row = target.scheduler.reserve(num_tokens, own)
+    if target_row is None:
+      return None
+    source_row = source.scheduler.reserve(num_tokens, keys)
+    if source_row is None:
+      target.scheduler.give_back(target_row)
+      return None
+    return source_row, target_row
+
+  def note_copy(self, num_tokens: int, copy_s: float) -> None:
+    """What a copy between pools took, for routers."""
+    if num_tokens:
+      self.copy_s_per_token += (copy_s / num_tokens - self.copy_s_per_token) / 8
 
   def reserve(self, seq: Sequence) -> tuple[Pool, int, int] | None:
     """A decode pool, a row there with room for prompt + max_tokens - 1 tokens, and how many of its
@@ -131,6 +182,9 @@ class Cluster:
       for seq in queue.values()
     )
     assert all(n == 1 for n in owners.values()), f"sequences in two places: {owners}"
+    fetching = [prefetch.seq for prefetch in self.prefetches]
+    assert all(seq.state in (State.FETCHING, State.ENDED) for seq in fetching)
+    assert not owners.keys() & {seq.request_id for seq in fetching}
     ready = [seq for _, seq in self.outbox]
     moving = [transfer.seq for transfer in self.transfers]
     leaving = [(p, seq) for p in self.pools for seq in p.scheduler.leaving.values()]

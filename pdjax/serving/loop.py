@@ -12,13 +12,23 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 
 from pdjax.core.clock import Clock, Ticket
-from pdjax.core.events import Arrived, Copied, EventLog, Failed, Finished, Preempted, Step
+from pdjax.core.costs import count_plan
+from pdjax.core.events import (
+  Arrived,
+  Copied,
+  EventLog,
+  Failed,
+  Fetched,
+  Finished,
+  Preempted,
+  Step,
+)
 from pdjax.core.plan import StepPlan
 from pdjax.core.request import Request
 from pdjax.core.sequence import Sequence, State
 from pdjax.scheduling.routing import Rejected
 from pdjax.scheduling.scheduler import FinishReason, Outcome, length_or_stop
-from pdjax.serving.cluster import Cluster, Pool, Transfer
+from pdjax.serving.cluster import Cluster, Pool, Prefetch, Transfer
 from pdjax.serving.executor import Handle
 
 GRACE_S = 10.0
@@ -149,8 +159,11 @@ def serve(
   """Serves until the inbox is closed and every request has ended; yields turn by turn.
 
   Appends to `log`. Each turn drains the inbox, starts hand-offs, plans and submits steps, waits for
-  the first thing to end, and commits it. `steps_in_flight` 2 plans a pool's next step while one
-  runs. With an open inbox and nothing to do it yields empty turns.
+  the first thing to end, and commits it. With an open inbox and nothing to do, turns are empty.
+
+  `steps_in_flight` 2 plans and starts a pool's next step while one runs, so that the device need
+  not wait for the host: just before that one will end, so that whoever has arrived by then is in
+  it; at once where the scheduler knows no step times.
 
   A step or a copy that never ends holds up its requests until they time out or are cancelled
   (`Request.timeout_s`), and its pages for ever. When all requests have ended, what still runs is
@@ -179,9 +192,10 @@ class _Loop:
       turn = Turn(self.clock.now_s())
       self._drain(turn)
       self._hand_off(turn)
-      self._submit(turn)
+      plan_at_s = self._submit(turn)
       tickets = [pool.in_flight[0][1] for pool in self.cluster.pools if pool.in_flight]
-      tickets += [transfer.ticket for transfer in self.cluster.transfers]
+      copies = [*self.cluster.transfers, *self.cluster.prefetches]
+      tickets += [copy.ticket for copy in copies]
       is_open = self.inbox.is_open  # first: what came before it was closed is in it by then
       until_s = self.inbox.next_s()
       if until_s is None and self.inbox.num_left:
@@ -194,7 +208,8 @@ class _Loop:
             yield turn
           return
         until_s = leave_s
-      self.clock.wait(tickets, until_s)
+      times_s = [time_s for time_s in (until_s, plan_at_s) if time_s is not None]
+      self.clock.wait(tickets, min(times_s, default=None))
       turn.now_s = self.clock.now_s()
       self._commit(turn)
       yield turn
@@ -218,7 +233,7 @@ class _Loop:
       if isinstance(chosen, Rejected):
         reason = f"rejected: {chosen.reason}"
       else:
-        pool = chosen
+        pool, source = chosen
     self.log.append(
       Arrived(
         time_s=request.arrival_s,
@@ -231,16 +246,16 @@ class _Loop:
     )
     if pool is None:
       self._fail(request.request_id, None, reason, turn)
-    else:
+    elif source is None or not self._prefetch(seq, source, pool, turn):
       pool.scheduler.add(seq)
 
   def _end(self, request_id: int, reason: str, turn: Turn) -> None:
     """Ends a request wherever it is. Nothing happens to one that has ended."""
-    for transfer in self.cluster.transfers:
-      if transfer.seq.request_id == request_id:
-        if transfer.seq.state is not State.ENDED:  # its pages are busy: freed when the copy ends
-          transfer.seq.enter(State.ENDED)
-          self._fail(request_id, transfer.target, reason, turn)
+    for copy in (*self.cluster.transfers, *self.cluster.prefetches):
+      if copy.seq.request_id == request_id:
+        if copy.seq.state is not State.ENDED:  # its pages are busy: freed when the copy ends
+          copy.seq.enter(State.ENDED)
+          self._fail(request_id, copy.target, reason, turn)
         return
     for pool in self.cluster.pools:
       if pool.scheduler.drop(request_id) is not None:
@@ -258,6 +273,43 @@ class _Loop:
     turn.failed.append((request_id, reason))
 
   # Work out to the devices ---------------------------------------------------------------------
+
+  def _prefetch(self, seq: Sequence, source: Pool, target: Pool, turn: Turn) -> bool:
+    """Starts to copy what `source` has of a new sequence; it is queued when that has ended."""
+    rows = self.cluster.prefetch(seq, source, target)
+    if rows is None:
+      return False
+    source_row, target_row = rows
+    keys, own = (p.scheduler.cached_keys(seq) for p in (source, target))
+    page_size = source.scheduler.pages.config.page_size
+    handle = Handle(
+      request_id=seq.request_id,
+      start=len(own) * page_size,
+      num_tokens=len(keys) * page_size,
+      num_prompt_tokens=seq.request.num_prompt_tokens,
+      first_token_id=0,  # nobody decodes in that row
+      sampling=seq.request.sampling,
+    )
+    source_pages = source.scheduler.pages.table(source_row)[len(own) :]
+    handle, ticket = self._copy(handle, source, source_pages, target, target_row, turn)
+    seq.enter(State.FETCHING)
+    self.cluster.prefetches.append(
+      Prefetch(seq, source, source_row, target, target_row, keys, handle, ticket, turn.now_s)
+    )
+    return True
+
+  def _copy(
+    self, handle: Handle, source: Pool, pages: tuple[int, ...], target: Pool, row: int, turn: Turn
+  ) -> tuple[Handle, Ticket]:
+    """Starts a copy of pages to a reserved row; one that cannot start is a ticket that fails."""
+    try:
+      handle = source.executor.export(handle, page_ids=pages, now_s=turn.now_s)
+      ticket = target.executor.import_(
+        handle, row=row, page_ids=target.scheduler.pages.table(row), now_s=turn.now_s
+      )
+    except Exception as error:
+      ticket = _NotStarted(error, turn.now_s)
+    return handle, ticket
 
   def _hand_off(self, turn: Turn) -> None:
     outbox = self.cluster.outbox
@@ -280,22 +332,20 @@ class _Loop:
         sampling=sampling,
         token_ids=seq.known_ids(0, num_tokens) if looks_back else None,
       )
-      try:
-        first = num_cached // source.scheduler.pages.config.page_size
-        handle = source.executor.export(
-          handle, page_ids=source.scheduler.pages.table(seq.row)[first:], now_s=turn.now_s
-        )
-        ticket = target.executor.import_(
-          handle, row=row, page_ids=target.scheduler.pages.table(row), now_s=turn.now_s
-        )
-      except Exception as error:
-        ticket = _NotStarted(error, turn.now_s)
+      first = num_cached // source.scheduler.pages.config.page_size
+      source_pages = source.scheduler.pages.table(seq.row)[first:]
+      handle, ticket = self._copy(handle, source, source_pages, target, row, turn)
       self.cluster.transfers.append(Transfer(seq, source, target, row, handle, ticket, turn.now_s))
 
-  def _submit(self, turn: Turn) -> None:
+  def _submit(self, turn: Turn) -> float | None:
+    """Starts steps; returns when the first pool wants to plan another behind one in flight."""
+    plan_at_s = None
     for pool in self.cluster.pools:
       while len(pool.in_flight) < self.steps_in_flight and not _waits_to_fail(pool):
         now_s = self.clock.now_s()
+        if pool.in_flight and now_s < (at_s := _plan_at_s(pool)):
+          plan_at_s = at_s if plan_at_s is None else min(at_s, plan_at_s)
+          break
         plan = pool.scheduler.next_step(now_s)
         if plan is None:
           break
@@ -309,6 +359,11 @@ class _Loop:
             continue
           ticket = _NotStarted(error, now_s)
         pool.in_flight.append((plan, ticket, now_s))
+        pool.host_s += (self.clock.now_s() - now_s - pool.host_s) / 8
+        predict_step_s = pool.scheduler.predict_step_s
+        if self.steps_in_flight > 1 and predict_step_s is not None:
+          pool.predicted_s = predict_step_s(count_plan(plan))
+    return plan_at_s
 
   # Results back --------------------------------------------------------------------------------
 
@@ -318,6 +373,8 @@ class _Loop:
         self._commit_step(pool, turn)
     for transfer in [t for t in self.cluster.transfers if _has_ended(t.ticket, turn.now_s)]:
       self._commit_transfer(transfer, turn)
+    for prefetch in [p for p in self.cluster.prefetches if _has_ended(p.ticket, turn.now_s)]:
+      self._commit_prefetch(prefetch, turn)
 
   def _commit_step(self, pool: Pool, turn: Turn) -> None:
     plan, ticket, submit_s = pool.in_flight.popleft()
@@ -331,7 +388,10 @@ class _Loop:
         self._fail_all(pool, pool.scheduler.abort(plan, _step_failed(error)), turn)
       return
     outcome = pool.scheduler.commit(plan, result, self.finish_reason)
-    self._log_step(pool, plan, ticket, submit_s, outcome, turn)
+    step_s = self._log_step(pool, plan, ticket, submit_s, outcome, turn)
+    observe = getattr(pool.scheduler.predict_step_s, "observe", None)  # a fitted one's
+    if observe is not None:
+      observe(count_plan(plan), step_s)
     for seq, token_id in outcome.emitted:
       turn.tokens.append((seq.request_id, token_id))
       turn.sequences[seq.request_id] = seq
@@ -354,10 +414,12 @@ class _Loop:
 
   def _log_step(
     self, pool: Pool, plan: StepPlan, ticket: Ticket, submit_s: float, outcome: Outcome, turn: Turn
-  ) -> None:
+  ) -> float:
+    """Returns how long the step took."""
     start_s = max(submit_s, pool.last_end_s)
     pool.last_end_s = min(max(start_s, self.clock.end_s(ticket)), turn.now_s)
     self.log.append(_step_event(pool, plan, outcome, start_s, pool.last_end_s))
+    return pool.last_end_s - start_s
 
   def _commit_transfer(self, transfer: Transfer, turn: Turn) -> None:
     seq, source, target = transfer.seq, transfer.source, transfer.target
@@ -386,6 +448,8 @@ class _Loop:
       source.scheduler.drop(seq.request_id)
       self._fail(seq.request_id, target, f"hand-off failed: {error!r}", turn)
     if is_moved:
+      num_tokens = transfer.handle.num_tokens - transfer.handle.start
+      self.cluster.note_copy(num_tokens, turn.now_s - transfer.start_s)
       self.log.append(
         Copied(
           request_id=seq.request_id,
@@ -393,11 +457,45 @@ class _Loop:
           target=target.name,
           start_s=transfer.start_s,
           end_s=turn.now_s,
-          num_tokens=transfer.handle.num_tokens - transfer.handle.start,
+          num_tokens=num_tokens,
           num_bytes=transfer.handle.num_bytes,
         )
       )
       target.scheduler.adopt(seq, transfer.target_row)
+
+  def _commit_prefetch(self, prefetch: Prefetch, turn: Turn) -> None:
+    """Queues the sequence, with its prefix or, if the copy failed, without."""
+    seq, source, target = prefetch.seq, prefetch.source, prefetch.target
+    is_copied = True
+    try:
+      prefetch.ticket.result()
+    except Exception:
+      is_copied = False
+      for pool in (source, target):
+        if pool.executor.recover():
+          self._lose_cache(pool, turn)
+    self.cluster.prefetches.remove(prefetch)
+    source.executor.drop(prefetch.handle)
+    num_tokens = prefetch.handle.num_tokens - prefetch.handle.start
+    if is_copied and not prefetch.is_target_lost:
+      target.scheduler.publish(prefetch.target_row, prefetch.keys)
+      self.cluster.note_copy(num_tokens, turn.now_s - prefetch.start_s)
+      self.log.append(
+        Fetched(
+          time_s=turn.now_s,
+          request_id=seq.request_id,
+          pool=target.name,
+          source=source.name,
+          start_s=prefetch.start_s,
+          num_tokens=num_tokens,
+          num_bytes=prefetch.handle.num_bytes,
+        )
+      )
+    source.scheduler.give_back(prefetch.source_row)
+    target.scheduler.give_back(prefetch.target_row)
+    if seq.state is not State.ENDED:
+      seq.enter(State.QUEUED)
+      target.scheduler.add(seq)
 
   # A cache is lost -----------------------------------------------------------------------------
 
@@ -411,6 +509,8 @@ class _Loop:
     for transfer in self.cluster.transfers:  # what was gathered may still arrive
       transfer.is_source_lost |= transfer.source is pool
       transfer.is_target_lost |= transfer.target is pool
+    for prefetch in self.cluster.prefetches:
+      prefetch.is_target_lost |= prefetch.target is pool
     ready = [item for item in self.cluster.outbox if item[0] is not pool]
     self.cluster.outbox = collections.deque(ready)
     self._fail_all(pool, outcome, turn)
@@ -419,10 +519,11 @@ class _Loop:
   def _recompute(self, pool: Pool, sequences: Seq[Sequence], turn: Turn) -> None:
     """Queues preempted sequences, oldest first, where their prompt can be computed again."""
     for seq in reversed(sequences):  # each goes to the front
-      entry = self.cluster.route(seq, turn.now_s) if pool.role == "decode" else pool
-      if isinstance(entry, Rejected):
-        refusal = entry.reason
+      chosen = self.cluster.route(seq, turn.now_s) if pool.role == "decode" else (pool, None)
+      if isinstance(chosen, Rejected):
+        refusal = chosen.reason
       else:
+        entry, _ = chosen
         refusal = entry.scheduler.refusal(seq.request, len(seq.output_ids))
       if refusal is None:
         self.log.append(Preempted(time_s=turn.now_s, request_id=seq.request_id, pool=pool.name))
@@ -442,6 +543,12 @@ class _Loop:
       f"no pool can move: {stuck}, {len(self.cluster.outbox)} waiting for hand-off, "
       f"{len(self.cluster.transfers)} copies that never end"
     )
+
+
+def _plan_at_s(pool: Pool) -> float:
+  """When to plan the step behind the one in flight: a few times the host's share before its end."""
+  *_, submit_s = pool.in_flight[-1]
+  return max(submit_s, pool.last_end_s) + pool.predicted_s - 3 * pool.host_s
 
 
 class _NotStarted:

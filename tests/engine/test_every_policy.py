@@ -1,5 +1,6 @@
 """The same tokens on the tiny model under every policy, layout, chunk size, and use of memory."""
 
+import dataclasses
 import random
 
 import pytest
@@ -7,7 +8,11 @@ from engine.pools import CAPACITY, PAGE_SIZE, make_cluster, request, serve_all
 from virtual import tokens_of
 
 from pdjax.config import STRATEGIES
-from pdjax.core.events import Preempted, Step
+from pdjax.core.events import Fetched, Preempted, Step
+from pdjax.scheduling.policies import make_policy
+from pdjax.scheduling.routing import Fetch
+from pdjax.scheduling.scheduler import Scheduler, SchedulerConfig
+from pdjax.serving.cluster import Cluster, Pool
 
 SAMPLING = {
   "greedy": {},
@@ -80,3 +85,25 @@ def test_the_cases_are_what_they_say(tiny_paged, requests):
   assert sum(sum(e.prefill_tokens) for e in log if isinstance(e, Step)) < recomputed
   _, scheduler = run("cached")
   assert scheduler.num_hit_tokens >= 0.3 * scheduler.num_looked_up_tokens
+
+
+def test_a_prefix_copied_from_another_pool(tiny_paged, requests, alone):
+  """Two mixed pools; every other request goes to the second one, with what the first one has."""
+  limits = SchedulerConfig(token_budget=24, prefix_cache=True)
+  pools = []
+  for i, executor in enumerate(tiny_paged.executors):
+    executor.reset()
+    scheduler = Scheduler(make_policy("sarathi"), tiny_paged.pages, limits)
+    pools.append(Pool(f"mixed{i}", "mixed", scheduler, executor))
+
+  def route(routing):
+    number = routing.request.request_id
+    return Fetch(pool=1, source=0) if number % 4 >= 2 else 0
+
+  log = serve_all(Cluster(pools, route), requests, steps_in_flight=2)
+  assert tokens_of(log) == alone
+  late = [dataclasses.replace(r, request_id=r.request_id + 10, arrival_s=0.0) for r in requests]
+  log = serve_all(Cluster(pools, route), late, steps_in_flight=2)
+  assert any(isinstance(event, Fetched) for event in log)
+  tokens = tokens_of(log)
+  assert {i: tokens[i + 10] for i in alone} == alone

@@ -95,6 +95,38 @@ def test_a_request_that_fills_the_pool_to_the_last_slot_runs_and_one_more_is_ref
       assert pool.scheduler.refusal(fits) is None
 
 
+@pytest.mark.parametrize("limits", [{}, {"swap_tokens": 999}, {"prefix_cache": True}])
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_a_preemption_before_any_step_changes_no_token(limits, steps_in_flight):
+  """In mid-prompt, at its end, and between any two tokens; the newest is the victim."""
+  requests = [request(0, 4, 40), request(1, 22, 7, arrival_s=2**-7)]
+  victims = set()
+  for at in range(1, 20):
+    policy = PreemptsOnce(at)
+    pool = make_pool(policy=policy, budget=9, limits=limits)
+    log = run(Cluster([pool]), requests, steps_in_flight=steps_in_flight)
+    assert tokens_of(log) == expected(requests), at
+    assert dict(preemptions(log)) == ({1: 1} if policy.has_preempted else {})
+    if policy.has_preempted:
+      victims.add(at)
+  assert len(victims) >= 8, "the case of this test"
+
+
+class PreemptsOnce:
+  """Takes the row of the newest sequence before step number `at`, if another goes on."""
+
+  def __init__(self, at):
+    self.num_left, self.has_preempted = at, False
+
+  def __call__(self, step):
+    self.num_left -= 1
+    if self.num_left == 0 and len(step.running) > 1:
+      self.has_preempted = step._preempt_newest(keep=None)
+    step.decode()
+    step.prefill()
+    step.admit()
+
+
 # Reservation --------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from pdjax.scheduling.routing import (
   RandomPool,
   Rejected,
   Routing,
-  least_outstanding_tokens,
+  least_loaded,
   local_cache,
 )
 
@@ -34,7 +34,7 @@ def make_request(request_id, num_prompt_tokens, max_tokens):
   )
 
 
-def route(pools, request, router=least_outstanding_tokens, **more):
+def route(pools, request, router=least_loaded, **more):
   return router(Routing(seq=Sequence(request), now_s=0.0, entry=pools, **more))
 
 

@@ -27,6 +27,7 @@ from pdjax.core.events import Arrived, Copied, EventLog, Failed, Finished, Preem
 from pdjax.core.request import Request, SamplingParams
 from pdjax.core.sequence import Sequence, State
 from pdjax.scheduling.policies import POLICIES
+from pdjax.scheduling.routing import Conductor
 from pdjax.scheduling.scheduler import length_or_stop
 from pdjax.serving.loop import Inbox, serve
 
@@ -65,6 +66,8 @@ def make_sequence(request_id=0):
 PATHS = (  # every life a request can have
   (State.QUEUED, State.ENDED),
   (State.QUEUED, State.RUNNING, State.ENDED),
+  (State.QUEUED, State.FETCHING, State.QUEUED, State.RUNNING, State.ENDED),
+  (State.QUEUED, State.FETCHING, State.ENDED),
   (State.QUEUED, State.RUNNING, State.PREEMPTED, State.RUNNING, State.ENDED),
   (State.QUEUED, State.RUNNING, State.PREEMPTED, State.ENDED),
   (State.QUEUED, State.RUNNING, State.READY, State.ENDED),
@@ -663,6 +666,10 @@ SCENARIOS = {
     num_pages=20,
     limits=dict(swap_tokens=60, prefix_cache=True, reservation="chunk", look_ahead=2),
   ),
+  "prefixes copied": dict(
+    strategy="chunked", limits=dict(prefix_cache=True), router=Conductor(balancing_threshold=1.0)
+  ),
+  "overload": dict(strategy="disaggregated", router=Conductor(rejects="predicted", ttft_s=0.05)),
   **{
     policy: dict(strategy=policy, num_pages=24)
     for policy, spec in POLICIES.items()
@@ -670,7 +677,8 @@ SCENARIOS = {
   },
 }
 EXPECTED_FAILURES = ("cancelled", "timed out", "broken on purpose", "finish rule failed: Fault",
-                     "step failed: Fault", "hand-off failed: Fault")  # fmt: skip
+                     "step failed: Fault", "hand-off failed: Fault", "rejected: overload",
+                     "its K and V are lost for good: overload")  # fmt: skip
 OPERATIONS_PER_RUN = 100
 
 
@@ -777,7 +785,7 @@ class LifeCycle(RuleBasedStateMachine):
     for turn in self.turns:
       self.hear(turn)
     assert len(self.ends) == len(self.want), "a request never ended"
-    assert not self.cluster.outbox and not self.cluster.transfers
+    assert not self.cluster.outbox and not self.cluster.transfers and not self.cluster.prefetches
     for pool in self.cluster.pools:
       scheduler, pages = pool.scheduler, pool.scheduler.pages
       scheduler.check()

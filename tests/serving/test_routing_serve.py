@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from virtual import expected, make_pool, make_requests, run, step_s, tokens_of
 
-from pdjax.core.events import Arrived, Copied, Failed, Step
+from pdjax.core.events import Arrived, Copied, Failed, Fetched, Step
 from pdjax.core.plan import StepPlan
-from pdjax.scheduling.routing import ROUTERS, Conductor, make_router
+from pdjax.scheduling.routing import ROUTERS, Conductor, Fetch, make_router
 from pdjax.serving.cluster import Cluster
+from pdjax.serving.loop import Inbox
 
 pytestmark = pytest.mark.quick
 
@@ -93,6 +96,81 @@ def test_rejection_keeps_the_promise_to_those_who_are_let_in():
   share, served = late("early")
   assert share < 0.1 and served > 20
   assert late("never")[0] > 0.5
+
+
+def conversation(num_turns, *, seed, common=40):
+  """Requests that begin alike, one after another, with something of their own each."""
+  stem = make_requests(1, seed=seed, prompt=(common, common))[0].prompt_ids
+  made = make_requests(num_turns, seed=seed + 1, rate_rps=4, prompt=(1, 8), output=(1, 5))
+  return [
+    dataclasses.replace(
+      r, prompt_ids=stem + r.prompt_ids, num_prompt_tokens=common + r.num_prompt_tokens
+    )
+    for r in made
+  ]
+
+
+@pytest.mark.parametrize("roles", [("mixed",) * 2, ("prefill", "prefill", "decode")])
+def test_a_prefix_that_another_pool_has_is_copied_and_then_found_there(roles):
+  """Sent to pool 1 while pool 0 has it: copied once, and every later request finds it locally."""
+  requests = conversation(4, seed=11)
+  targets = iter([0, Fetch(pool=1, source=0), Fetch(pool=1, source=0), 0])
+  log = run(Cluster(pools(roles, budget=64), lambda routing: next(targets)), requests)
+  assert tokens_of(log) == expected(requests)
+  (fetched,) = [event for event in log if isinstance(event, Fetched)]
+  assert (fetched.request_id, fetched.num_tokens) == (1, 40)
+  assert (fetched.source, fetched.pool) == (f"{roles[0]}0", f"{roles[1]}1")
+  starts = {}
+  for event in log:
+    if isinstance(event, Step):
+      for i, start in zip(event.prefill_ids, event.prefill_starts):
+        starts.setdefault(i, start)
+  assert starts == {0: 0, 1: 40, 2: 40, 3: 40}
+
+
+def test_the_conductor_copies_hot_prefixes_to_where_the_queue_is_short():
+  requests = conversation(40, seed=13, common=100)
+  # One pool has computed the prefix when the others come, all at once.
+  requests = [
+    dataclasses.replace(r, arrival_s=0.1 + i / 1024 if i else 0.0) for i, r in enumerate(requests)
+  ]
+
+  def serve(threshold):
+    router = Conductor(balancing_threshold=threshold)
+    made = pools(("mixed",) * 3, budget=64, num_pages=256)
+    cluster = Cluster(made, router)
+    log = run(cluster, requests)
+    assert tokens_of(log) == expected(requests)
+    copies = [event for event in log if isinstance(event, Fetched)]
+    return log, copies, {event.pool for event in log if isinstance(event, Arrived)}
+
+  _, copies, used = serve(1.5)
+  assert 1 <= len(copies) <= 4 and len(used) == 3, "a prefix goes to each pool about once"
+  assert not serve(None)[1]
+
+
+def test_a_request_that_ends_while_its_prefix_is_copied_gives_all_pages_back():
+  """`run` checks the pages of all pools."""
+  requests = conversation(3, seed=17)
+  targets = iter([0, Fetch(pool=1, source=0), 1])
+  inbox = Inbox(requests)
+  inbox.cancel(1, at_s=requests[1].arrival_s + 1e-3)  # the copy takes longer
+  log = run(Cluster(pools(("mixed", "mixed"), budget=64), lambda routing: next(targets)), inbox)
+  (failure,) = [event for event in log if isinstance(event, Failed)]
+  assert (failure.request_id, failure.reason) == (1, "cancelled")
+  assert [e.request_id for e in log if isinstance(e, Fetched)] == [1], "what was copied is kept"
+  assert tokens_of(log)[2] == expected(requests)[2]
+
+
+def test_without_room_for_a_copy_the_prefix_is_computed():
+  requests = conversation(2, seed=19)
+  routes = iter([0, Fetch(pool=1, source=0)])
+  cluster = Cluster(pools(("mixed", "mixed"), budget=64), lambda routing: next(routes))
+  target = cluster.pools[1].scheduler
+  has_room, target.reserve = target.reserve, lambda num_tokens, keys=(): None
+  log = run(cluster, requests)
+  assert tokens_of(log) == expected(requests)
+  assert has_room(4) is not None and not any(isinstance(event, Fetched) for event in log)
 
 
 def test_the_predicted_step_is_the_one_that_runs():

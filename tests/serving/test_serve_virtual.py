@@ -1,5 +1,6 @@
 """The checksum model in virtual time: wrong scheduling, paging or hand-off gives a wrong token."""
 
+import dataclasses
 import json
 
 import pytest
@@ -328,3 +329,24 @@ def test_roles_and_page_sizes_are_checked_when_the_cluster_is_built():
     Cluster([make_pool(role="prefill")])
   with pytest.raises(ValueError, match="page sizes must be equal"):
     Cluster([make_pool("a", page_size=4), make_pool("b", page_size=8)])
+
+
+def test_the_second_step_is_planned_just_before_the_first_one_ends():
+  """Where step times are known, whoever arrives during a step is in the next one."""
+
+  def admitted_after(predict):
+    pool = make_pool(budget=16)
+    pool.scheduler.predict_step_s = predict
+    requests = make_requests(2, seed=3, prompt=(4, 4), output=(9, 9))
+    first, second = requests
+    requests = [
+      dataclasses.replace(first, arrival_s=0.0),
+      dataclasses.replace(second, arrival_s=2**-9),  # within the first step of 8 ms
+    ]
+    log = run(Cluster([pool]), requests, steps_in_flight=2)
+    assert tokens_of(log) == expected(requests)
+    steps = [event for event in log if isinstance(event, Step)]
+    return next(i for i, step in enumerate(steps) if second.request_id in step.prefill_ids)
+
+  assert admitted_after(None) == 2, "the step behind the first was full of plans already"
+  assert admitted_after(lambda counts: 8e-3 + 28e-6 * counts.num_tokens) == 1
