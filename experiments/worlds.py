@@ -207,9 +207,13 @@ class JaxWorld:
     most = min(self._longest[0], whole_budget)
     where = dict(longest_prompt=most, context=self._context)
     show("timing steps, one pool at a time")
-    alone = measure(self.pages, lambda plan: _time(self._able[plan.kind][:1], plan), **where, repeats=3)
+    alone = measure(
+      self.pages, lambda plan: _time(self._able[plan.kind][:1], plan), **where, repeats=3
+    )
     show("timing steps, all pools together")
-    together = measure(self.pages, lambda plan: _time(self._able[plan.kind], plan), **where, repeats=3)
+    together = measure(
+      self.pages, lambda plan: _time(self._able[plan.kind], plan), **where, repeats=3
+    )
     took_s = {"prefill": together.prefill_s, "decode": together.decode_s}
     self._measured = [
       (count_plan(plan), took_s[kind](size))

@@ -101,7 +101,7 @@ class SchedulerOptions:
   long_prompt_share: float = 1.0
   prefix_cache: bool = False
   eviction: str = "lru"
-  steps_in_flight: int = 1
+  steps_in_flight: int = 2
 
   def __post_init__(self):
     _check_at_least_1("scheduler", self, "prefill_budget")

@@ -158,11 +158,12 @@ class PowerOfTwo:
 
 
 def local_cache(routing: Routing) -> int:
-  """The pool that has most of the prompt in its prefix cache; the least loaded among equals."""
-  pools = routing.entry
-  return min(
-    range(len(pools)), key=lambda i: (-routing.num_cached_tokens(pools[i]), _load(pools[i]), i)
-  )
+  """The pool with fewest tokens left to compute, those of this prompt that it has cached left out.
+
+  By the cache alone one pool would get all whose prompts begin with the system's.
+  """
+  left = [_load(pool) - routing.num_cached_tokens(pool) for pool in routing.entry]
+  return left.index(min(left))
 
 
 def _load(pool: Scheduler) -> int:

@@ -301,7 +301,7 @@ class Scheduler:
   # Steps ---------------------------------------------------------------------------------------
 
   def next_step(self, now_s: float = 0.0) -> StepPlan | None:
-    """Plans the next step, or returns None when nothing can be done now."""
+    """Plans the step that will start at `now_s`, or returns None when nothing can be done."""
     step = StepBuilder(self, self._next_step_id, now_s)
     self.policy(step)
     plan = step.build()
@@ -527,7 +527,8 @@ def _prefill_left(seq: Sequence) -> int:
 class StepBuilder:
   """What a policy writes a step with. Keeps every invariant: budget, rows, pages, one slice.
 
-  A policy may lower `tokens_left`, which is how it sets a smaller budget for this step.
+  `now_s` is when the step will start. A policy may lower `tokens_left`, which is how it sets a
+  smaller budget for this step.
   `predict_step_s` is None where nobody knows how long steps take.
   """
 

@@ -343,10 +343,12 @@ class _Loop:
     for pool in self.cluster.pools:
       while len(pool.in_flight) < self.steps_in_flight and not _waits_to_fail(pool):
         now_s = self.clock.now_s()
-        if pool.in_flight and now_s < (at_s := _plan_at_s(pool)):
+        start_s = max(now_s, _predicted_end_s(pool))
+        at_s = start_s - 3 * pool.host_s  # a few times the host's share before
+        if pool.in_flight and now_s < at_s:
           plan_at_s = at_s if plan_at_s is None else min(at_s, plan_at_s)
           break
-        plan = pool.scheduler.next_step(now_s)
+        plan = pool.scheduler.next_step(start_s)
         if plan is None:
           break
         for request_id in plan.preempted:
@@ -545,10 +547,12 @@ class _Loop:
     )
 
 
-def _plan_at_s(pool: Pool) -> float:
-  """When to plan the step behind the one in flight: a few times the host's share before its end."""
+def _predicted_end_s(pool: Pool) -> float:
+  """When the newest step in flight will end; 0 without one, its start where nobody knows."""
+  if not pool.in_flight:
+    return 0.0
   *_, submit_s = pool.in_flight[-1]
-  return max(submit_s, pool.last_end_s) + pool.predicted_s - 3 * pool.host_s
+  return max(submit_s, pool.last_end_s) + pool.predicted_s
 
 
 class _NotStarted:

@@ -132,10 +132,9 @@ def test_with_a_step_in_flight_the_next_starts_when_that_ends():
   with_a_decode(scheduler, tpot_s=0.05)
   scheduler.add(make_sequence(1, 500, 1))
   first = scheduler.next_step(0.0)
-  assert (
-    first.num_prefill_tokens == 24
-  )  # it will end at 34 ms; the token after its own is due at 100
-  second = scheduler.next_step(0.0)
+  # It will end at 34 ms; the token after its own is due at 100.
+  assert first.num_prefill_tokens == 24
+  second = scheduler.next_step(0.034)
   assert second.num_prefill_tokens == (66 / 1.25 - 10) // 8 * 8 == 40
   finish(scheduler, first)
   finish(scheduler, second)

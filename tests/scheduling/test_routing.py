@@ -145,15 +145,15 @@ def cached_pool(name, prompts, *, role="mixed", predict=None, budget=64):
   return scheduler
 
 
-def test_the_pool_with_most_of_the_prompt_in_its_cache_wins_whatever_its_load():
+def test_what_a_pool_has_in_its_cache_counts_like_load_that_it_does_not_have():
   prompt = range(20)
   pools = [cached_pool("a", []), cached_pool("b", [range(9)]), cached_pool("c", [range(17)])]
-  assert route(pools, with_ids(0, prompt), local_cache) == 2
-  pools[2].add(Sequence(make_request(1, 50, 50)))
-  assert route(pools, with_ids(0, prompt), local_cache) == 2
-  assert route(pools, with_ids(0, range(50, 70)), local_cache) == 0, (
-    "nobody has it: the least loaded"
-  )
+  assert route(pools, with_ids(0, prompt), local_cache) == 2, "16 of its tokens are there"
+  pools[2].add(Sequence(make_request(1, 4, 3)))
+  assert route(pools, with_ids(0, prompt), local_cache) == 2, "7 - 16 against 0 - 8"
+  pools[2].add(Sequence(make_request(2, 1, 1)))
+  assert route(pools, with_ids(0, prompt), local_cache) == 1, "9 - 16 against 0 - 8"
+  assert route(pools, with_ids(0, range(50, 70)), local_cache) == 0, "nobody has it"
 
 
 # Mooncake's Conductor -----------------------------------------------------------------------------

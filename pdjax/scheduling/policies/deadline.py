@@ -50,7 +50,7 @@ class Deadline:
   _first_s: dict[int, float] = dataclasses.field(init=False, repr=False, default_factory=dict)
   _tokens: float = dataclasses.field(init=False, repr=False, default=0.0)  # prefilled in
   _seconds: float = dataclasses.field(init=False, repr=False, default=0.0)  # decayed alike
-  _last: tuple[float, int, float] = dataclasses.field(init=False, repr=False, default=(0.0, 0, 0.0))
+  _last: tuple[float, int] = dataclasses.field(init=False, repr=False, default=(0.0, 0))
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
@@ -61,30 +61,22 @@ class Deadline:
 
   def __call__(self, step: StepBuilder) -> None:
     self._learn_rate(step.now_s)
-    start_s = self._start_s(step)
-    slack_s = self._slack_s(step, start_s)
+    slack_s = self._slack_s(step)
     step.decode()
-    self._relegate(step, start_s)
+    self._relegate(step)
     self._set_budget(step, slack_s)
     self._ranking.offer(step)
-    counts = step.counts
-    predicted_s = step.predict_step_s(counts) if step.predict_step_s and not step.is_empty else 0.0
-    self._last = step.now_s, counts.num_prefill_tokens, predicted_s
+    self._last = step.now_s, step.counts.num_prefill_tokens
 
   def _learn_rate(self, now_s: float) -> None:
-    planned_s, num_tokens, _ = self._last
+    planned_s, num_tokens = self._last
     if num_tokens and now_s > planned_s:
       self._tokens = _DECAY * self._tokens + num_tokens
       self._seconds = _DECAY * self._seconds + now_s - planned_s
 
-  def _start_s(self, step: StepBuilder) -> float:
-    """When this step will start: now, or when the one in flight ends."""
-    in_flight = any(s.num_scheduled_tokens > s.num_computed_tokens for s in step.running)
-    return step.now_s + in_flight * self._last[2]
-
-  def _slack_s(self, step: StepBuilder, start_s: float) -> float:
+  def _slack_s(self, step: StepBuilder) -> float:
     """The least time that a decode has for its next token."""
-    slack_s, first_s = math.inf, {}
+    start_s, slack_s, first_s = step.now_s, math.inf, {}
     for seq in step.decoding:
       slo = seq.request.slo
       tpot_s = slo.tpot_s if slo is not None else self.tpot_s
@@ -97,14 +89,14 @@ class Deadline:
     self._first_s = first_s
     return slack_s
 
-  def _relegate(self, step: StepBuilder, start_s: float) -> None:
+  def _relegate(self, step: StepBuilder) -> None:
     if not self._seconds:
       return
     token_s = self._seconds / self._tokens
     for seq in self._ranking.candidates(step):
       if seq.row is None and not seq.num_preemptions:
         due_s = seq.request.arrival_s + self._ttft_s(seq)
-        if seq in self._relegated or start_s + token_s * seq.num_tokens <= due_s:
+        if seq in self._relegated or step.now_s + token_s * seq.num_tokens <= due_s:
           return
         self._relegated.add(seq)
 
