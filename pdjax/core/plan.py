@@ -67,8 +67,8 @@ class Swap:
 class StepPlan:
   """One step: prefill slices, decode slices, and what changed in the page tables before it.
 
-  Also before it, pages of `swap_outs` are copied to the host's memory, then those of `swap_ins`
-  back from there, which ends their copy; copies of requests in `swap_drops` are forgotten.
+  Also before it, copies in the host's memory of the requests in `swap_drops` are forgotten, then
+  pages of `swap_outs` are copied there, then those of `swap_ins` back, which ends their copy.
   """
 
   step_id: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import sys
 
 from pdjax.core.plan import TokenLogprobs
 from pdjax.core.request import Request
@@ -15,7 +16,7 @@ class State(enum.Enum):
   QUEUED = "queued"  # since its arrival
   FETCHING = "fetching"  # waits for a prefix that is being copied to its pool
   RUNNING = "running"  # holds a row that steps are planned for
-  PREEMPTED = "preempted"  # queued again: what was computed is lost
+  PREEMPTED = "preempted"  # queued again: what was computed is lost, or in the host's memory
   READY = "ready"  # prefilled; keeps its row and waits in the outbox
   MOVING = "moving"  # its pages are being copied; holds rows in two pools
   ENDED = "ended"  # finished or failed, once
@@ -56,11 +57,13 @@ class Sequence:
   num_scheduled_tokens: int = 0
   num_prefill_tokens: int = 0  # known to the host when it got its row: these are not decodes
   row: int | None = None
-  generation: int = 0  # raised when the row is lost: results of older generations are ignored
+  generation: int = 0  # raised when it loses or changes its row: older results are ignored
   num_preemptions: int = 0
   last_step: int = -1  # of this pool: the last plan with a slice of it
   page_keys: list[bytes] = dataclasses.field(default_factory=list)  # see scheduling/prefix.py
+  num_passes: int = 0  # others admitted past it while it found no room
   num_published_pages: int = 0  # of its row, that the prefix cache knows
+  publish_at_tokens: int = sys.maxsize  # computed by when it is to know the next
   num_swapped_tokens: int = 0  # whose K and V are in the host's memory while it has no row
   room_tokens: int = 0  # decodes of positions below this need no page and are not past the end
   request_id: int = 0  # these two as the request's, for the hot path

@@ -121,6 +121,8 @@ class JaxExecutor:
 
   def _swap(self, plan: StepPlan) -> None:
     """Copies pages to the host and back, in the order of the device's work. Waits for nothing."""
+    for request_id in plan.swap_drops:
+      self._swapped.pop(request_id, None)  # of a plan that failed there may be none
     for swap in plan.swap_outs:
       pieces = self.steps.gather_pages(self._cache, self._pad(swap.page_ids))
       self._swapped[swap.request_id] = jax.device_put(pieces, self._host_sharding)
@@ -134,8 +136,6 @@ class JaxExecutor:
         np.int32(self._pages.num_rows),  # no row: the next token is known to the host
         np.int32(0),
       )
-    for request_id in plan.swap_drops:
-      self._swapped.pop(request_id, None)  # of a plan that failed there may be none
 
   def lower(self, plan: StepPlan) -> jax.stages.Lowered:
     """The step of a plan, to be compiled and looked at. Runs nothing, but seats its rows."""

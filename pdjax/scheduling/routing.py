@@ -193,8 +193,8 @@ class Conductor:
   then, and without those that have decoded for `decode_s`.
 
   `local_prefill_tokens` lets prompts with no more than so many tokens uncached prefill on a decode
-  pool, if its steps stay within the TPOT target (conditional disaggregation of NVIDIA Dynamo, and
-  PPD's append-prefill): they are not handed over. 0: none.
+  pool that has room now, if the step beside its decodes stays within the TPOT target (conditional
+  disaggregation of NVIDIA Dynamo, and PPD's append-prefill): they are not handed over. 0: none.
   """
 
   balancing_threshold: float | None = None
@@ -272,12 +272,17 @@ class Conductor:
     """The decode pool that prefills this prompt itself, if one should."""
     if not self.local_prefill_tokens:
       return None
+    if routing.handing_over:
+      return None  # they wait for room there already
     for i, pool in enumerate(routing.decode, len(routing.entry)):
+      keys = pool.cached_keys(routing.seq)
       cached = routing.num_cached_tokens(pool)
       if routing.seq.num_tokens - cached > self.local_prefill_tokens or pool.waiting:
         continue
-      step_s = routing.tpot_s(pool, pool.decoding.values()) + routing.prefill_s(pool, cached)
-      if step_s <= slo.tpot_s and pool.refusal(routing.request) is None:
+      most = routing.request.max_cached_tokens
+      if not pool.pages.num_free_rows or not pool.pages.has_room(None, most, keys=keys):
+        continue
+      if routing.prefill_s(pool, cached) <= slo.tpot_s and pool.refusal(routing.request) is None:
         return i
     return None
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import sys
 from collections.abc import Callable, Iterable, ValuesView
 from collections.abc import Sequence as Seq
 from typing import Protocol
@@ -29,6 +28,7 @@ StepTime = Callable[[StepCounts], float]
 """How long a step of these counts will take, in seconds."""
 
 RESERVATIONS = ("chunk", "prompt", "request", "max_len")
+_MOST_HELD = 64  # long prompts that a step looks past for short ones behind them
 
 
 class Policy(Protocol):
@@ -53,9 +53,9 @@ class SchedulerConfig:
   of K and V may lie in the host's memory: a preempted sequence is copied there, and back when it is
   admitted, instead of being computed again; where there is no room for it, or with 0, it is.
 
-  Fairness: `look_ahead` sequences may be passed over that find no room at the head of the queue (0
-  is strict FCFS); at most `max_partial_prefills` prompts are in progress at a time; prompts longer
-  than `long_prompt_tokens` together get at most `long_prompt_share` of a budget.
+  Fairness: at most `look_ahead` others are admitted past a sequence that finds no room at the head
+  of the queue (0 is strict FCFS); at most `max_partial_prefills` prompts are in progress at a time;
+  prompts longer than `long_prompt_tokens` together get at most `long_prompt_share` of a budget.
 
   `prefix_cache` keeps the pages of common prefixes; `eviction` says which goes first when room is
   needed: `lru`, `lfu`, or `length`.
@@ -166,7 +166,6 @@ class Scheduler:
     self.leaving: dict[int, Sequence] = {}  # holds a row whose pages are being handed over
     self.prefill_tokens_left = 0  # over waiting and running, kept for routers
     self.output_tokens_left = 0
-    self.num_looked_up_tokens = self.num_hit_tokens = 0  # of the prefix cache, over all admissions
     self.num_swapped_tokens = 0  # in the host's memory
     self.unreported_preemptions: list[int] = []
     self.unreported_swaps: tuple[dict[int, Swap], list[int]] = ({}, [])  # outs, and drops
@@ -180,8 +179,7 @@ class Scheduler:
   def refusal(self, request: Request, num_output_tokens: int = 0) -> str | None:
     """Why `request` can never run here, or None; `num_output_tokens` are those it has already."""
     decodes = self.config.decodes
-    need = request.num_prompt_tokens + num_output_tokens
-    need = request.max_cached_tokens if decodes else need
+    need = request.max_cached_tokens if decodes else request.num_prompt_tokens + num_output_tokens
     capacity = self.pages.config.capacity_tokens
     if need > capacity:
       what = "prompt + max_tokens - 1" if decodes else "prompt"
@@ -212,9 +210,16 @@ class Scheduler:
   def reserve(self, num_tokens: int, keys: tuple[bytes, ...] = ()) -> int | None:
     """Takes a row with pages for `num_tokens`, or returns None without changing anything.
 
-    The row begins with the cached pages of `keys`.
+    The row begins with the cached pages of `keys`. Pages that are owed are not for it; and none is
+    while pages wait to be swapped out by the next step, as the row may be written to before that.
     """
-    if not self.pages.num_free_rows or not self.pages.has_room(None, num_tokens, keys=keys):
+    swap_outs, _ = self.unreported_swaps
+    spare = sum(self.pages_owed.values())
+    if (
+      swap_outs
+      or not self.pages.num_free_rows
+      or not self.pages.has_room(None, num_tokens, spare=spare, keys=keys)
+    ):
       return None
     row = self.pages.take_row(keys)
     self.pages.grow(row, num_tokens)
@@ -242,7 +247,7 @@ class Scheduler:
     """Runs a sequence whose K and V are already in the reserved `row`."""
     seq.enter(State.RUNNING)
     seq.row, seq.generation, seq.last_step = row, seq.generation + 1, -1
-    seq.num_published_pages = 0
+    self.note_published(seq, 0)
     self.update_room(seq)
     self.running[seq.request_id] = self.decoding[seq.request_id] = seq
     self._count(seq, 1)
@@ -323,10 +328,10 @@ class Scheduler:
         # The last position of a slice that emits is counted below, with its token.
         seq.num_computed_tokens += s.num_tokens - s.emits_token
         self.prefill_tokens_left -= s.num_tokens
-        self._publish(seq)
+        if not s.emits_token:
+          self._publish(seq)
     # This loop runs for every token that is generated: no calls where none is needed.
     running, emitted = self.running, outcome.emitted
-    page_size = self.pages.config.page_size if self.config.prefix_cache else sys.maxsize
     num_tokens = len(emitting) + len(plan.decodes)
     for request_id, generation, token, logprobs in zip(
       (*(s.request_id for s in emitting), *plan.decodes.request_ids),
@@ -339,12 +344,12 @@ class Scheduler:
       if seq is None or seq.generation != generation:
         continue
       seq.num_computed_tokens = num_computed = seq.num_computed_tokens + 1
-      if num_computed % page_size == 0:
-        self._publish(seq)
       if token is None:
         self.drop(request_id)
         outcome.failed.append((seq, errors.get(request_id, "no token came back")))
         continue
+      if num_computed >= seq.publish_at_tokens:
+        self._publish(seq)
       seq.output_ids.append(token)
       if logprobs is not None:
         seq.output_logprobs.append(logprobs)
@@ -380,7 +385,7 @@ class Scheduler:
     outcome = Outcome()
     if plan is not None:
       outcome.failed = self._drop_all(plan, reason)
-    self._void_swaps(self._in_flight if plan is None else [plan, *self._in_flight])
+    self._void_swaps(self._in_flight)
     self._in_flight.clear()
     for rows in self._rows_to_release.values():
       for row in rows:
@@ -400,7 +405,12 @@ class Scheduler:
       seq = self.waiting.get(swap.request_id)
       if seq is not None:
         self.forget_swapped(seq)
-    drops += [swap.request_id for plan in plans for swap in plan.swap_ins]
+    for plan in plans:
+      drops += plan.swap_drops
+      for swap in plan.swap_ins:
+        seq = self.waiting.get(swap.request_id)
+        if seq is None or not seq.num_swapped_tokens:  # else it is the newer copy that is there
+          drops.append(swap.request_id)
 
   def check(self) -> None:
     """Raises AssertionError unless pages, rows and token counts add up."""
@@ -478,15 +488,21 @@ class Scheduler:
 
   def _publish(self, seq: Sequence) -> None:
     """Tells the prefix cache the pages that are complete by now."""
+    if seq.num_computed_tokens < seq.publish_at_tokens:
+      return
     page_size = self.pages.config.page_size
     num_pages = seq.num_computed_tokens // page_size
-    if not self.config.prefix_cache or num_pages <= seq.num_published_pages:
-      return
     extend_keys(seq, num_pages * page_size, page_size)
     keys = seq.page_keys
     for index in range(seq.num_published_pages, min(num_pages, len(keys))):
       self.pages.publish(seq.row, index, keys[index])
+    self.note_published(seq, num_pages)
+
+  def note_published(self, seq: Sequence, num_pages: int) -> None:
+    """The prefix cache knows so many pages of its row; when it is to hear of the next."""
     seq.num_published_pages = num_pages
+    if self.config.prefix_cache:
+      seq.publish_at_tokens = (num_pages + 1) * self.pages.config.page_size
 
   def _drop_all(self, plan: StepPlan, reason: str) -> list[tuple[Sequence, str]]:
     owners = [(s.request_id, s.generation) for s in plan.prefills]
@@ -543,8 +559,16 @@ class StepBuilder:
     self._decodes: tuple[list[int], ...] = ([], [], [], [])  # the columns of DecodeSlices
     self._page_updates: tuple[list[int], ...] = ([], [], [])  # the columns of PageUpdates
     self._swap_ins: list[Swap] = []
-    self.tokens_left = scheduler.config.token_budget
+    self._tokens_left = scheduler.config.token_budget
     self._long_tokens_left = scheduler.config.long_prompt_budget
+
+  @property
+  def tokens_left(self) -> int:
+    return self._tokens_left
+
+  @tokens_left.setter
+  def tokens_left(self, num_tokens: int) -> None:
+    self._tokens_left = min(num_tokens, self._tokens_left)
 
   @property
   def waiting(self) -> ValuesView[Sequence]:
@@ -591,11 +615,11 @@ class StepBuilder:
     taken: list[Sequence] = []
     positions = self._decodes[-1]
     for seq in self.decoding:
+      if left <= 0:
+        break
       position = seq.num_scheduled_tokens
       if position >= seq.room_tokens and not self._make_room(seq, preempt):
         continue
-      if left <= 0:
-        break
       if seq.row is None or seq.last_step == step_id:
         continue  # preempted by one before it, or in the step already
       taken.append(seq)
@@ -619,18 +643,31 @@ class StepBuilder:
   ) -> None:
     """Queued sequences, in order of arrival or in `order`, until one finds no room.
 
-    Looks past as many of those as `look_ahead` allows. Prompts that wait for their share of the
-    budget only (`long_prompt_share`) hold up nobody.
+    Looks past such a one until `look_ahead` others have been admitted past it, in this step and
+    those before. Prompts that wait for their share of the budget only (`long_prompt_share`) hold up
+    those behind them no further than so many of them stand in a row.
     """
-    passed = 0
+    look_ahead = self._scheduler.config.look_ahead
+    blocked: list[Sequence] = []
+    num_held = 0
     for seq in self.waiting if order is None else order:
       if self.tokens_left <= 0:
         break
-      if self.advance(seq, max_tokens) or (self._is_long(seq) and self._long_tokens_left <= 0):
+      if seq.last_step == self._step_id:
         continue
-      passed += 1
-      if passed > self._scheduler.config.look_ahead:
-        break
+      if self.advance(seq, max_tokens):
+        for passed in blocked:
+          passed.num_passes += 1
+        if any(passed.num_passes >= look_ahead for passed in blocked):
+          break
+      elif self._is_long(seq) and self._long_tokens_left <= 0:
+        num_held += 1
+        if num_held >= _MOST_HELD:
+          break
+      else:
+        blocked.append(seq)
+        if seq.num_passes >= look_ahead or len(blocked) > look_ahead:
+          break
 
   def advance(self, seq: Sequence, max_tokens: int | None = None, *, preempt: bool = False) -> int:
     """Gives `seq` up to `max_tokens` of this step and returns how many it got.
@@ -640,7 +677,12 @@ class StepBuilder:
     """
     if seq.last_step == self._step_id or seq.request_id in self._preempted:
       return 0
-    config = self._scheduler.config
+    scheduler, config = self._scheduler, self._scheduler.config
+    here = scheduler.waiting if seq.row is None else scheduler.running
+    if here.get(seq.request_id) is not seq:
+      return 0  # it has left since the policy saw it
+    if seq.row is None and not scheduler.pages.num_free_rows:
+      return 0
     keys, num_cached = ((), 0) if seq.row is not None else self._find_computed(seq)
     wanted = seq.num_unscheduled_tokens - num_cached
     num_tokens = min(wanted, self.tokens_left)
@@ -717,13 +759,11 @@ class StepBuilder:
     seq.row = s.pages.take_row(keys)
     s.pages.grow(seq.row, reserved)
     self._record(seq.row, 0, s.pages.table(seq.row))
-    s.num_looked_up_tokens += seq.num_tokens
-    s.num_hit_tokens += len(keys) * s.pages.config.page_size
     if seq.num_swapped_tokens:
       self._swap_in(seq, num_cached if not keys else 0)
     s.prefill_tokens_left -= num_cached
     seq.num_computed_tokens = seq.num_scheduled_tokens = num_cached
-    seq.num_published_pages = len(keys)
+    s.note_published(seq, len(keys))
     seq.enter(State.RUNNING)
     s.update_room(seq)
     s.running[seq.request_id] = s.prefilling[seq.request_id] = seq
@@ -744,7 +784,7 @@ class StepBuilder:
   def _make_room(self, seq: Sequence, preempt: bool) -> bool:
     """Whether a decoding sequence can get its next token."""
     position = seq.num_scheduled_tokens
-    if seq.row is None or position >= seq.max_cached_tokens or self.tokens_left <= 0:
+    if seq.row is None or position >= seq.max_cached_tokens or seq.last_step == self._step_id:
       return False
     return self._grow(seq, position + 1, preempt)
 
@@ -771,7 +811,11 @@ class StepBuilder:
     for victim in reversed(s.running.values()):
       if victim is keep:
         return False  # never an older one: two could take each other's pages for ever
-      if victim.last_step != self._step_id and victim.num_preemptions < s.config.max_preemptions:
+      is_protected = victim.num_preemptions >= s.config.max_preemptions
+      is_done = (
+        victim.num_scheduled_tokens >= victim.max_cached_tokens
+      )  # its pages come by themselves
+      if victim.last_step != self._step_id and not is_protected and not is_done:
         s.preempt(victim)
         self._preempted[victim.request_id] = victim
         return True

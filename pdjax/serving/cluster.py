@@ -54,12 +54,12 @@ class Transfer:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Prefetch:
-  """Cached pages of a prefix on their way to the pool that a request will be prefilled in.
+  """Cached pages of a prefix on their way to the pool where `seqs` will be prefilled.
 
   Rows of both pools hold them meanwhile, `keys` says what they are.
   """
 
-  seq: Sequence
+  seqs: list[Sequence]
   source: Pool
   source_row: int
   target: Pool
@@ -138,6 +138,11 @@ class Cluster:
       return self.entry[choice.pool], self.entry[choice.source]
     return (*self.entry, *self.decode)[choice], None
 
+  def least_loaded_entry(self) -> Pool:
+    """Where a sequence that was let in long ago is prefilled again."""
+    left = [p.scheduler.prefill_tokens_left + p.scheduler.output_tokens_left for p in self.entry]
+    return self.entry[left.index(min(left))]
+
   def prefetch(self, seq: Sequence, source: Pool, target: Pool) -> tuple[int, int] | None:
     """Rows that hold the prefix of `seq` in both pools; None where there is no room or no need."""
     keys, own = (p.scheduler.cached_keys(seq) for p in (source, target))
@@ -156,7 +161,9 @@ class Cluster:
   def note_copy(self, num_tokens: int, copy_s: float) -> None:
     """What a copy between pools took, for routers."""
     if num_tokens:
-      self.copy_s_per_token += (copy_s / num_tokens - self.copy_s_per_token) / 8
+      took_s = copy_s / num_tokens
+      lately_s = self.copy_s_per_token or took_s
+      self.copy_s_per_token = lately_s + (took_s - lately_s) / 8
 
   def reserve(self, seq: Sequence) -> tuple[Pool, int, int] | None:
     """A decode pool, a row there with room for prompt + max_tokens - 1 tokens, and how many of its
@@ -165,6 +172,8 @@ class Cluster:
     for transfer in self.transfers:  # not adopted yet, so its scheduler does not count it
       left[transfer.target.name] += transfer.seq.request.sampling.max_tokens - 1
     for pool in sorted(self.decode, key=lambda p: left[p.name]):
+      if pool.scheduler.waiting:
+        continue  # prompts that it prefills itself came first
       keys = pool.scheduler.cached_keys(seq)
       row = pool.scheduler.reserve(seq.request.max_cached_tokens, keys)
       if row is not None:
@@ -182,7 +191,7 @@ class Cluster:
       for seq in queue.values()
     )
     assert all(n == 1 for n in owners.values()), f"sequences in two places: {owners}"
-    fetching = [prefetch.seq for prefetch in self.prefetches]
+    fetching = [seq for prefetch in self.prefetches for seq in prefetch.seqs]
     assert all(seq.state in (State.FETCHING, State.ENDED) for seq in fetching)
     assert not owners.keys() & {seq.request_id for seq in fetching}
     ready = [seq for _, seq in self.outbox]

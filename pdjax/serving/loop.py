@@ -251,11 +251,14 @@ class _Loop:
 
   def _end(self, request_id: int, reason: str, turn: Turn) -> None:
     """Ends a request wherever it is. Nothing happens to one that has ended."""
-    for copy in (*self.cluster.transfers, *self.cluster.prefetches):
-      if copy.seq.request_id == request_id:
-        if copy.seq.state is not State.ENDED:  # its pages are busy: freed when the copy ends
-          copy.seq.enter(State.ENDED)
-          self._fail(request_id, copy.target, reason, turn)
+    copied = [(transfer.seq, transfer.target) for transfer in self.cluster.transfers]
+    copied += [(seq, prefetch.target) for prefetch in self.cluster.prefetches
+               for seq in prefetch.seqs]  # fmt: skip
+    for seq, target in copied:
+      if seq.request_id == request_id:
+        if seq.state is not State.ENDED:  # its pages are busy: freed when the copy ends
+          seq.enter(State.ENDED)
+          self._fail(request_id, target, reason, turn)
         return
     for pool in self.cluster.pools:
       if pool.scheduler.drop(request_id) is not None:
@@ -275,12 +278,20 @@ class _Loop:
   # Work out to the devices ---------------------------------------------------------------------
 
   def _prefetch(self, seq: Sequence, source: Pool, target: Pool, turn: Turn) -> bool:
-    """Starts to copy what `source` has of a new sequence; it is queued when that has ended."""
+    """Starts to copy what `source` has of a new sequence; it is queued when that has ended.
+
+    One copy serves all that wait for the same pages in the same pool.
+    """
+    keys, own = (p.scheduler.cached_keys(seq) for p in (source, target))
+    for prefetch in self.cluster.prefetches:
+      if prefetch.target is target and prefetch.keys[: len(keys)] == keys:
+        seq.enter(State.FETCHING)
+        prefetch.seqs.append(seq)
+        return True
     rows = self.cluster.prefetch(seq, source, target)
     if rows is None:
       return False
     source_row, target_row = rows
-    keys, own = (p.scheduler.cached_keys(seq) for p in (source, target))
     page_size = source.scheduler.pages.config.page_size
     handle = Handle(
       request_id=seq.request_id,
@@ -294,7 +305,7 @@ class _Loop:
     handle, ticket = self._copy(handle, source, source_pages, target, target_row, turn)
     seq.enter(State.FETCHING)
     self.cluster.prefetches.append(
-      Prefetch(seq, source, source_row, target, target_row, keys, handle, ticket, turn.now_s)
+      Prefetch([seq], source, source_row, target, target_row, keys, handle, ticket, turn.now_s)
     )
     return True
 
@@ -466,8 +477,8 @@ class _Loop:
       target.scheduler.adopt(seq, transfer.target_row)
 
   def _commit_prefetch(self, prefetch: Prefetch, turn: Turn) -> None:
-    """Queues the sequence, with its prefix or, if the copy failed, without."""
-    seq, source, target = prefetch.seq, prefetch.source, prefetch.target
+    """Queues the sequences, with their prefix or, if the copy failed, without."""
+    source, target = prefetch.source, prefetch.target
     is_copied = True
     try:
       prefetch.ticket.result()
@@ -485,7 +496,7 @@ class _Loop:
       self.log.append(
         Fetched(
           time_s=turn.now_s,
-          request_id=seq.request_id,
+          request_id=prefetch.handle.request_id,
           pool=target.name,
           source=source.name,
           start_s=prefetch.start_s,
@@ -495,9 +506,10 @@ class _Loop:
       )
     source.scheduler.give_back(prefetch.source_row)
     target.scheduler.give_back(prefetch.target_row)
-    if seq.state is not State.ENDED:
-      seq.enter(State.QUEUED)
-      target.scheduler.add(seq)
+    for seq in prefetch.seqs:
+      if seq.state is not State.ENDED:
+        seq.enter(State.QUEUED)
+        target.scheduler.add(seq)
 
   # A cache is lost -----------------------------------------------------------------------------
 
@@ -521,12 +533,9 @@ class _Loop:
   def _recompute(self, pool: Pool, sequences: Seq[Sequence], turn: Turn) -> None:
     """Queues preempted sequences, oldest first, where their prompt can be computed again."""
     for seq in reversed(sequences):  # each goes to the front
-      chosen = self.cluster.route(seq, turn.now_s) if pool.role == "decode" else (pool, None)
-      if isinstance(chosen, Rejected):
-        refusal = chosen.reason
-      else:
-        entry, _ = chosen
-        refusal = entry.scheduler.refusal(seq.request, len(seq.output_ids))
+      # Never by the router: whoever was let in is not rejected now.
+      entry = pool if pool.role != "decode" else self.cluster.least_loaded_entry()
+      refusal = entry.scheduler.refusal(seq.request, len(seq.output_ids))
       if refusal is None:
         self.log.append(Preempted(time_s=turn.now_s, request_id=seq.request_id, pool=pool.name))
         entry.scheduler.add(seq)
@@ -563,6 +572,9 @@ class _NotStarted:
 
   def is_ready(self) -> bool:
     return True
+
+  def block(self) -> None:
+    pass
 
   def result(self) -> None:
     raise self._error

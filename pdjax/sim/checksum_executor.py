@@ -85,6 +85,7 @@ class ChecksumExecutor(SimExecutor):
 
   def export(self, handle: Handle, *, page_ids: tuple[int, ...], now_s: float) -> Handle:
     """Copies the pages out, so the source may change them afterwards."""
+    self._land(now_s)
     handle = super().export(handle, page_ids=page_ids, now_s=now_s)
     pages = page_ids[: -(-(handle.num_tokens - handle.start) // self._page_size)]
     payload = tuple((tuple(self._keys[page]), tuple(self._values[page])) for page in pages)
@@ -99,6 +100,8 @@ class ChecksumExecutor(SimExecutor):
     return ticket
 
   def _swap(self, plan: StepPlan) -> None:
+    for request_id in plan.swap_drops:
+      self._swapped.pop(request_id, None)  # of a plan that failed there may be none
     for swap in plan.swap_outs:
       pages = swap.page_ids
       self._swapped[swap.request_id] = [(self._keys[p][:], self._values[p][:]) for p in pages]
@@ -106,8 +109,6 @@ class ChecksumExecutor(SimExecutor):
       swapped = self._swapped.pop(swap.request_id)
       for page, (keys, values) in zip(swap.page_ids, swapped, strict=True):
         self._keys[page][:], self._values[page][:] = keys, values
-    for request_id in plan.swap_drops:
-      self._swapped.pop(request_id, None)  # of a plan that failed there may be none
 
   def _land(self, now_s: float) -> None:
     landed = [copy for copy in self._copies if copy[0] <= now_s]

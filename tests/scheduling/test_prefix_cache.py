@@ -12,6 +12,7 @@ from virtual import expected, make_cluster, make_pool, run, tokens_of
 from pdjax.core.events import Copied, Preempted, Step
 from pdjax.core.request import Request, SamplingParams
 from pdjax.core.sequence import Sequence
+from pdjax.metrics.utilisation import prefix_hits
 from pdjax.scheduling.pages import EVICTION, PageConfig, PagePool
 from pdjax.scheduling.prefix import extend_keys
 from pdjax.serving.cluster import Cluster
@@ -55,10 +56,10 @@ def serve_all(requests, **options):
 @pytest.mark.parametrize("num_tokens", range(1, 4 * PAGE + 2))
 def test_an_equal_prompt_hits_all_whole_pages_before_its_last_token(num_tokens):
   """Whole prompts, exact page multiples and all between: floor((n - 1) / page) pages."""
-  log, scheduler = serve_all([request(0, ids(num_tokens)), request(1, ids(num_tokens))])
+  log, _ = serve_all([request(0, ids(num_tokens)), request(1, ids(num_tokens))])
   hit = (num_tokens - 1) // PAGE * PAGE
   assert first_starts(log) == {0: 0, 1: hit}
-  assert scheduler.num_hit_tokens == hit and scheduler.num_looked_up_tokens == 2 * num_tokens
+  assert prefix_hits(log) == (hit, 2 * num_tokens)
 
 
 @pytest.mark.parametrize("budget", [6, 7, 9, 64])
@@ -155,6 +156,14 @@ def test_the_decode_pool_keeps_what_it_generated_for_the_next_turn():
   copies = [event for event in log if isinstance(event, Copied)]
   assert copies[1].num_tokens == 24 - 16, "18 positions of the first turn were computed there"
   assert first_starts(log)[1] == 8, "the prefill pool knows the prompt alone"
+
+
+def test_pages_of_a_step_that_gave_no_token_are_not_published():
+  """The model's logits were not finite: whoever has the same prompt computes it for itself."""
+  requests = [request(0, ids(21)), request(1, ids(21))]
+  pool = make_pool(budget=64, limits=CACHE, fails=lambda i: "broken" if i == 0 else None)
+  log = run(Cluster([pool]), requests)
+  assert first_starts(log) == {0: 0, 1: 0} and tokens_of(log)[1] == expected(requests)[1]
 
 
 def test_rows_that_are_one_stretch_of_memory_cannot_share():

@@ -57,10 +57,31 @@ def token_by_token(step):
       break
 
 
+def lowers_the_budget(step):
+  """Room for a few of the decodes only; and it tries to get it back."""
+  if step.decoding:
+    step.tokens_left = 3
+    step.tokens_left = 1000
+  step.decode()
+  step.prefill()
+  step.admit()
+  step.admit()
+
+
+def offers_all_it_has_seen(step, seen=[]):  # noqa: B006 (kept between steps on purpose)
+  """Sequences of earlier steps and of other pools, too, ended ones among them."""
+  seen.extend(s for s in [*step.running, *step.waiting] if s not in seen)
+  for seq in seen:
+    step.advance(seq, preempt=True)
+  del seen[:-64]
+
+
 MIXED = {name: make_policy(name) for name in ("prefill_first", "sarathi")} | {
   "newest_first": newest_first,
   "admits_first": admits_first,
   "token_by_token": token_by_token,
+  "lowers_the_budget": lowers_the_budget,
+  "offers_all_it_has_seen": offers_all_it_has_seen,
 }
 
 
@@ -111,7 +132,10 @@ class Watch:
     running, most = list(self.scheduler.running.values()), self.scheduler.config.max_preemptions
     for seq in stalled:
       newer = running[running.index(seq) + 1 :]
-      assert all(s.num_preemptions >= most or s.request_id in planned for s in newer)
+      assert all(
+        s.num_preemptions >= most or s.request_id in planned or not s.num_unscheduled_tokens
+        for s in newer
+      )
 
   def _check_limits(self, plan):
     config, pages = self.scheduler.config, self.scheduler.pages.config
@@ -131,6 +155,7 @@ class Watch:
     busy = set().union(*(self.pages_of_plan[i] for i in in_flight))
     updates = plan.page_updates
     prefill_rows = {s.row for s in plan.prefills}
+    assert set(updates.rows) <= prefill_rows | set(plan.decodes.rows), "pages for one not in it"
     for row, index, page in zip(updates.rows, updates.indices, updates.page_ids, strict=True):
       if not pages.config.contiguous:
         assert page not in busy, "a page of a plan in flight was given away"
