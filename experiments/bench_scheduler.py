@@ -38,8 +38,8 @@ CASES = ((64, 1_000), (256, 0), (256, 1_000), (256, 100_000))  # running, waitin
 def make_scheduler(num_running: int, num_waiting: int, *, mixed: bool) -> Scheduler:
   """So many decodes running and prompts waiting.
 
-  All rows are taken, so that nobody is admitted; with `mixed`, one more row has a prompt too long
-  to end within the measurement, a chunk a step.
+  Their prompts begin alike, so they share pages. All rows are taken, so that nobody is admitted;
+  with `mixed`, one more row has a prompt too long to end within the measurement, a chunk a step.
   """
   pages_per_row = -(-(PROMPT_TOKENS + 4 * NUM_STEPS) // PAGE_SIZE)
   if mixed:
@@ -53,7 +53,7 @@ def make_scheduler(num_running: int, num_waiting: int, *, mixed: bool) -> Schedu
   )
   limits = SchedulerConfig(token_budget=num_running + CHUNK_TOKENS, prefix_cache=True)
   scheduler = Scheduler(make_policy("sarathi"), pages, limits)
-  numbers = itertools.count()
+  numbers, common = itertools.count(), tuple(range(PROMPT_TOKENS // 2))  # a prefix of all prompts
 
   def add(num_prompt_tokens: int) -> None:
     number = next(numbers)
@@ -63,7 +63,7 @@ def make_scheduler(num_running: int, num_waiting: int, *, mixed: bool) -> Schedu
           request_id=number,
           arrival_s=0.0,
           num_prompt_tokens=num_prompt_tokens,
-          prompt_ids=tuple(range(number, number + num_prompt_tokens)),
+          prompt_ids=common + tuple(range(number, number + num_prompt_tokens - len(common))),
           sampling=SamplingParams(max_tokens=4 * NUM_STEPS),
         )
       )

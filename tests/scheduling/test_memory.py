@@ -389,3 +389,26 @@ def test_an_eviction_rule_that_does_not_exist_is_named():
   pages = make_pool().scheduler.pages.config
   with pytest.raises(ValueError, match=r"'fifo'.*lru, lfu, length"):
     Scheduler(lambda step: None, pages, SchedulerConfig(token_budget=16, eviction="fifo"))
+
+
+def test_a_lowered_budget_is_kept_and_nobody_outside_it_takes_pages():
+  """Three decodes, all at the end of their pages, room for one token: nobody is preempted."""
+  lowered = False
+
+  def policy(step):
+    if lowered:
+      step.tokens_left = 1
+    step.decode()
+    step.prefill()
+    step.admit()
+
+  pool = make_pool(policy=policy, num_pages=4, budget=16, watermark=0.0)
+  scheduler = pool.scheduler
+  for i in range(3):
+    scheduler.add(Sequence(request(i, PAGE, 9)))
+  scheduler.commit(scheduler.next_step(), StepResult(token_ids=(1, 2, 3)))
+  lowered = True
+  plan = scheduler.next_step()
+  assert plan.decodes.request_ids == (0,) and plan.preempted == ()
+  assert set(plan.page_updates.rows) == set(plan.decodes.rows)
+  scheduler.check()
