@@ -41,6 +41,7 @@ from pdjax.scheduling.scheduler import Scheduler, SchedulerConfig
 from pdjax.serving.cluster import Cluster, Pool
 from pdjax.serving.executor import Executor
 from pdjax.serving.loop import Inbox, serve
+from pdjax.serving.step_time import FittedStepTime
 
 PREFILL_TOKENS = 512
 DECODE_CONTEXT = 256
@@ -218,7 +219,8 @@ class _Done:
 
 def make_pool(executor: Executor, pages: PageConfig, token_budget: int) -> Pool:
   limits = SchedulerConfig(token_budget=token_budget)
-  return Pool("mixed0", "mixed", Scheduler(make_policy("sarathi"), pages, limits), executor)
+  scheduler = Scheduler(make_policy("sarathi"), pages, limits, FittedStepTime())
+  return Pool("mixed0", "mixed", scheduler, executor)
 
 
 def host_s_per_step(vocab_size: int) -> float:
@@ -303,7 +305,7 @@ def serve_requests(
   log = EventLog()
   cluster = Cluster([make_pool(executor, pages, token_budget)])
   ended = 0
-  for turn in serve(cluster, Inbox(requests), WallClock(), log):
+  for turn in serve(cluster, Inbox(requests), WallClock(), log, steps_in_flight=2):
     ended += len(turn.ended) + len(turn.failed)
     show(f"served {ended} of {len(requests)} requests, {turn.now_s:.0f} s")
   return log

@@ -163,7 +163,7 @@ def serve(
 
   `steps_in_flight` 2 plans and starts a pool's next step while one runs, so that the device need
   not wait for the host: just before that one will end, so that whoever has arrived by then is in
-  it; at once where the scheduler knows no step times.
+  it; at once where the scheduler knows no step times. Prefill pools have one.
 
   A step or a copy that never ends holds up its requests until they time out or are cancelled
   (`Request.timeout_s`), and its pages for ever. When all requests have ended, what still runs is
@@ -352,7 +352,10 @@ class _Loop:
     """Starts steps; returns when the first pool wants to plan another behind one in flight."""
     plan_at_s = None
     for pool in self.cluster.pools:
-      while len(pool.in_flight) < self.steps_in_flight and not _waits_to_fail(pool):
+      # A prefill pool's pages are read behind whatever it has been given to do, so a second step
+      # there would hold up every hand-off for its whole length.
+      most = 1 if pool.role == "prefill" else self.steps_in_flight
+      while len(pool.in_flight) < most and not _waits_to_fail(pool):
         now_s = self.clock.now_s()
         start_s = max(now_s, _predicted_end_s(pool))
         at_s = start_s - 3 * pool.host_s  # a few times the host's share before
