@@ -353,14 +353,30 @@ def test_long_prompts_get_no_more_than_their_share_and_short_ones_wait_less(shar
   assert (max(first[i] for i in range(1, 5)) < first[0]) == (share < 1)
 
 
-def test_a_running_decode_waits_no_longer_than_a_step_of_the_budget():
-  """Whatever arrives: the gap between its tokens is one step of at most the budget."""
-  budget = 16
-  requests = [request(0, 4, 30)] + [request(i, 100, 2, i / 1000) for i in range(1, 5)]
-  log, _ = serve_all(requests, budget=budget)
+# Option -> limits, and the steps after which a short request that arrives behind two long prompts
+# has its first token at the latest: 2 x 100 + 4 tokens in chunks of 15 beside a decode; 100 + 4
+# where it passes the second, which finds no room; at once where half of the budget is for it.
+FAIRNESS = {
+  "strict": ({}, 15),
+  "look_ahead": ({"look_ahead": 1}, 7),
+  "max_partial_prefills": ({"max_partial_prefills": 1}, 15),
+  "long_prompt_share": ({"long_prompt_tokens": 50, "long_prompt_share": 0.5}, 2),
+}
+
+
+@pytest.mark.parametrize("option", FAIRNESS)
+def test_a_short_request_and_a_running_decode_wait_no_longer_than_the_option_says(option):
+  """Under every option the gap of a running answer is one step of the budget."""
+  limits, most_steps = FAIRNESS[option]
+  budget, longest_step_s = 16, 8e-3 + 28e-6 * 16  # virtual.step_s
+  num_pages = 34 if option == "look_ahead" else 200  # room for one long prompt, not for two
+  requests = [request(0, 4, 60)] + [request(i, 100, 2, 0.02) for i in (1, 2)]
+  requests.append(request(3, 4, 2, 0.021))
+  log, _ = serve_all(requests, budget=budget, num_pages=num_pages, limits=limits, watermark=0.0)
   ends = [e.end_s for e in log if isinstance(e, Step) and 0 in e.emitted_ids]
-  longest = 8e-3 + 28e-6 * budget  # virtual.step_s
-  assert max(b - a for a, b in itertools.pairwise(ends)) <= longest + 1e-6
+  assert max(b - a for a, b in itertools.pairwise(ends)) <= longest_step_s + 1e-6
+  # One step more: it arrives while one runs.
+  assert first_token_s(log)[3] - 0.021 <= (most_steps + 1) * longest_step_s + 1e-6
 
 
 # Wrong limits -------------------------------------------------------------------------------------
