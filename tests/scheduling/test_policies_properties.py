@@ -15,7 +15,6 @@ from pdjax.scheduling.policies import POLICIES
 from pdjax.scheduling.scheduler import RESERVATIONS
 from pdjax.serving.cluster import Cluster
 
-
 MIXED = [name for name, spec in POLICIES.items() if not spec.half]
 NO_STALL = ("sarathi", "hybrid_only", "orca", "shortest_prefill_first", "deadline")
 LONGEST = 40 + 12 - 1
