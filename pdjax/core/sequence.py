@@ -62,8 +62,7 @@ class Sequence:
   last_step: int = -1  # of this pool: the last plan with a slice of it
   page_keys: list[bytes] = dataclasses.field(default_factory=list)  # see scheduling/prefix.py
   num_passes: int = 0  # others admitted past it while it found no room
-  num_published_pages: int = 0  # of its row, that the prefix cache knows
-  publish_at_tokens: int = sys.maxsize  # computed by when it is to know the next
+  publish_at_tokens: int = sys.maxsize  # computed by when the prefix cache is to know a page more
   num_swapped_tokens: int = 0  # whose K and V are in the host's memory while it has no row
   room_tokens: int = 0  # decodes of positions below this need no page and are not past the end
   request_id: int = 0  # these two as the request's, for the hot path
@@ -131,5 +130,5 @@ class Sequence:
     """Forgets what was computed and scheduled: everything known is prefill again."""
     self.row = None
     self.generation += 1
-    self.num_computed_tokens = self.num_scheduled_tokens = self.num_published_pages = 0
+    self.num_computed_tokens = self.num_scheduled_tokens = 0
     self.num_prefill_tokens = self.request.num_prompt_tokens + len(self.output_ids)

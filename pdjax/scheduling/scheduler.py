@@ -494,13 +494,12 @@ class Scheduler:
     num_pages = seq.num_computed_tokens // page_size
     extend_keys(seq, num_pages * page_size, page_size)
     keys = seq.page_keys
-    for index in range(seq.num_published_pages, min(num_pages, len(keys))):
+    for index in range(seq.publish_at_tokens // page_size - 1, min(num_pages, len(keys))):
       self.pages.publish(seq.row, index, keys[index])
     self.note_published(seq, num_pages)
 
   def note_published(self, seq: Sequence, num_pages: int) -> None:
-    """The prefix cache knows so many pages of its row; when it is to hear of the next."""
-    seq.num_published_pages = num_pages
+    """The prefix cache knows so many pages of its row: when it is to hear of the next."""
     if self.config.prefix_cache:
       seq.publish_at_tokens = (num_pages + 1) * self.pages.config.page_size
 
@@ -754,7 +753,7 @@ class StepBuilder:
     s = self._scheduler
     reserved = s.tokens_to_reserve(seq, num_cached + num_tokens)
     spare = (s.watermark_pages if s.running else 0) + sum(s.pages_owed.values())
-    if not s.pages.num_free_rows or not s.pages.has_room(None, reserved, spare=spare, keys=keys):
+    if not s.pages.has_room(None, reserved, spare=spare, keys=keys):
       return False
     seq.row = s.pages.take_row(keys)
     s.pages.grow(seq.row, reserved)

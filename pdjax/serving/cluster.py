@@ -122,30 +122,34 @@ class Cluster:
 
     Changes nothing.
     """
-    handing_over = [seq for _, seq in self.outbox] + [t.seq for t in self.transfers]
-    routing = Routing(
-      seq=seq,
-      now_s=now_s,
-      entry=[p.scheduler for p in self.entry],
-      decode=[p.scheduler for p in self.decode],
-      handing_over=handing_over,
-      copy_s_per_token=self.copy_s_per_token,
-    )
-    choice = self.router(routing)
+    choice = self.router(self._routing(seq, now_s))
     if isinstance(choice, Rejected):
       return choice
     if isinstance(choice, Fetch):
       return self.entry[choice.pool], self.entry[choice.source]
     return (*self.entry, *self.decode)[choice], None
 
-  def least_loaded_entry(self) -> Pool:
-    """Where a sequence that was let in long ago is prefilled again."""
-    left = [p.scheduler.prefill_tokens_left + p.scheduler.output_tokens_left for p in self.entry]
-    return self.entry[left.index(min(left))]
+  def route_again(self, seq: Sequence, now_s: float) -> Pool:
+    """Where a sequence that was let in long ago is prefilled again: nobody rejects it now."""
+    return self.entry[least_loaded(self._routing(seq, now_s))]
 
-  def prefetch(self, seq: Sequence, source: Pool, target: Pool) -> tuple[int, int] | None:
-    """Rows that hold the prefix of `seq` in both pools; None where there is no room or no need."""
-    keys, own = (p.scheduler.cached_keys(seq) for p in (source, target))
+  def _routing(self, seq: Sequence, now_s: float) -> Routing:
+    return Routing(
+      seq=seq,
+      now_s=now_s,
+      entry=[p.scheduler for p in self.entry],
+      decode=[p.scheduler for p in self.decode],
+      handing_over=[seq for _, seq in self.outbox] + [t.seq for t in self.transfers],
+      copy_s_per_token=self.copy_s_per_token,
+    )
+
+  def reserve_prefix(
+    self, source: Pool, keys: tuple[bytes, ...], target: Pool, own: tuple[bytes, ...]
+  ) -> tuple[int, int] | None:
+    """Rows of both pools for a prefix of which `source` has `keys` and `target` the first, `own`.
+
+    None where there is no room or no need.
+    """
     num_tokens = len(keys) * source.scheduler.pages.config.page_size
     if len(keys) <= len(own):
       return None

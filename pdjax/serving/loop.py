@@ -288,7 +288,7 @@ class _Loop:
         seq.enter(State.FETCHING)
         prefetch.seqs.append(seq)
         return True
-    rows = self.cluster.prefetch(seq, source, target)
+    rows = self.cluster.reserve_prefix(source, keys, target, own)
     if rows is None:
       return False
     source_row, target_row = rows
@@ -377,7 +377,7 @@ class _Loop:
         pool.in_flight.append((plan, ticket, now_s))
         pool.host_s += (self.clock.now_s() - now_s - pool.host_s) / 8
         predict_step_s = pool.scheduler.predict_step_s
-        if self.steps_in_flight > 1 and predict_step_s is not None:
+        if most > 1 and predict_step_s is not None:
           pool.predicted_s = predict_step_s(count_plan(plan))
     return plan_at_s
 
@@ -437,16 +437,20 @@ class _Loop:
     self.log.append(_step_event(pool, plan, outcome, start_s, pool.last_end_s))
     return pool.last_end_s - start_s
 
-  def _commit_transfer(self, transfer: Transfer, turn: Turn) -> None:
-    seq, source, target = transfer.seq, transfer.source, transfer.target
-    error = None
+  def _copy_error(self, copy: Transfer | Prefetch, turn: Turn) -> Exception | None:
+    """Why a copy that has ended failed: it is never used then, and may have cost a cache."""
     try:
-      transfer.ticket.result()
-    except Exception as raised:  # a failed copy is never used; the request fails alone
-      error = raised
-      for pool in (source, target):
+      copy.ticket.result()
+    except Exception as error:
+      for pool in (copy.source, copy.target):
         if pool.executor.recover():
           self._lose_cache(pool, turn)
+      return error
+    return None
+
+  def _commit_transfer(self, transfer: Transfer, turn: Turn) -> None:
+    seq, source, target = transfer.seq, transfer.source, transfer.target
+    error = self._copy_error(transfer, turn)
     self.cluster.transfers.remove(transfer)
     source.executor.drop(transfer.handle)
     is_moved = error is None and not transfer.is_target_lost and seq.state is State.MOVING
@@ -482,18 +486,11 @@ class _Loop:
   def _commit_prefetch(self, prefetch: Prefetch, turn: Turn) -> None:
     """Queues the sequences, with their prefix or, if the copy failed, without."""
     source, target = prefetch.source, prefetch.target
-    is_copied = True
-    try:
-      prefetch.ticket.result()
-    except Exception:
-      is_copied = False
-      for pool in (source, target):
-        if pool.executor.recover():
-          self._lose_cache(pool, turn)
+    error = self._copy_error(prefetch, turn)
     self.cluster.prefetches.remove(prefetch)
     source.executor.drop(prefetch.handle)
     num_tokens = prefetch.handle.num_tokens - prefetch.handle.start
-    if is_copied and not prefetch.is_target_lost:
+    if error is None and not prefetch.is_target_lost:
       target.scheduler.publish(prefetch.target_row, prefetch.keys)
       self.cluster.note_copy(num_tokens, turn.now_s - prefetch.start_s)
       self.log.append(
@@ -536,8 +533,7 @@ class _Loop:
   def _recompute(self, pool: Pool, sequences: Seq[Sequence], turn: Turn) -> None:
     """Queues preempted sequences, oldest first, where their prompt can be computed again."""
     for seq in reversed(sequences):  # each goes to the front
-      # Never by the router: whoever was let in is not rejected now.
-      entry = pool if pool.role != "decode" else self.cluster.least_loaded_entry()
+      entry = pool if pool.role != "decode" else self.cluster.route_again(seq, turn.now_s)
       refusal = entry.scheduler.refusal(seq.request, len(seq.output_ids))
       if refusal is None:
         self.log.append(Preempted(time_s=turn.now_s, request_id=seq.request_id, pool=pool.name))

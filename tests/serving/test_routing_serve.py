@@ -16,11 +16,6 @@ from pdjax.serving.loop import Inbox
 pytestmark = pytest.mark.quick
 
 
-def predict_step_s(counts):
-  """What `virtual.step_s` takes."""
-  return 8e-3 + 28e-6 * counts.num_tokens
-
-
 def pools(roles, *, budget=16, num_pages=64, **limits):
   made = []
   for i, role in enumerate(roles):
@@ -31,7 +26,7 @@ def pools(roles, *, budget=16, num_pages=64, **limits):
     pool = make_pool(
       f"{role}{i}", role=role, policy=policy, budget=budget, num_pages=num_pages, limits=limits_of
     )
-    pool.scheduler.predict_step_s = predict_step_s
+    pool.scheduler.predict_step_s = step_s  # which looks at the number of tokens only
     made.append(pool)
   return made
 
