@@ -195,7 +195,7 @@ class _NoDevice:
   def __init__(self, pages: PageConfig, buckets, vocab_size: int):
     from pdjax.engine.batch import RowState, step_inputs
 
-    self._rows = RowState(pages.num_rows, pages.pages_per_row, pages.num_pages, vocab_size)
+    self._rows = RowState(pages, vocab_size)
     self._step_inputs, self._buckets = step_inputs, buckets
 
   def submit(self, plan: StepPlan, now_s: float):

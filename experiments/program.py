@@ -42,13 +42,14 @@ def define_flags(default_config: str) -> None:
     "files of Azure, Mooncake, Vidur and Sarathi as published",
   )
   flags.DEFINE_string("backend", None, "jax: serve here; sim: simulate")
+  flags.DEFINE_string("attention", None, "auto: the device's best kernels; xla; pallas")
   flags.DEFINE_bool("check_weights", None, "refuse weights that are NaN or infinite")
 
 
 def config_from_flags(**changes) -> ExperimentConfig:
   """The experiment that the flags name; `changes` are fields that a program sets itself."""
   config = load_config(FLAGS.config)
-  for name in ("model", "hardware", "backend", "check_weights"):
+  for name in ("model", "hardware", "backend", "attention", "check_weights"):
     if getattr(FLAGS, name) is not None:
       changes[name] = getattr(FLAGS, name)
   if FLAGS.trace is not None:

@@ -198,7 +198,9 @@ class ExperimentConfig:
   """One experiment. `model`, `hardware` and `link` are names that the program looks up.
 
   `num_devices` counts all devices; each pool has `tp` of them, over which the model is split
-  (tensor parallelism). `check_weights` refuses weights that are not finite, for a pass over them.
+  (tensor parallelism). `attention` is run by the kernels that are best on the device ("auto"), by
+  Pallas kernels ("pallas", which a CPU interprets: slow, for tests), or by plain XLA ("xla").
+  `check_weights` refuses weights that are not finite, for a pass over them.
   """
 
   model: str = "smollm2-135m"
@@ -207,6 +209,7 @@ class ExperimentConfig:
   backend: str = "jax"
   num_devices: int = 2
   tp: int = 1
+  attention: str = "auto"
   check_weights: bool = False
   strategies: tuple[str, ...] = ("continuous", "chunked", "disaggregated")
   workload: WorkloadConfig
@@ -218,6 +221,8 @@ class ExperimentConfig:
   def __post_init__(self):
     if self.backend not in ("jax", "sim"):
       raise ValueError(f"backend={self.backend!r} must be 'jax' or 'sim'")
+    if self.attention not in ("auto", "xla", "pallas"):
+      raise ValueError(f"attention={self.attention!r} must be 'auto', 'xla' or 'pallas'")
     device_groups(self.num_devices, self.tp)
     if not self.strategies:
       raise ValueError("strategies is empty; name at least one")

@@ -128,8 +128,9 @@ class LLM:
   `pdjax.config.STRATEGIES`; it serves on `num_devices`, by default the fewest that it can, and each
   of its pools splits the model over `tp` of them. A sequence has up to `max_len` tokens, prompt and
   output together: by default what the model was trained for, but at most 1,024; `num_rows` of them
-  run at once in each pool. `dtype` is float32 on CPU and bfloat16 elsewhere. `seed` is where
-  requests that are sampled without a seed of their own get one from.
+  run at once in each pool. `dtype` is float32 on CPU and bfloat16 elsewhere. `attention` is as in
+  `pdjax.config.ExperimentConfig`. `seed` is where requests that are sampled without a seed of their
+  own get one from.
 
   `scheduler` is any of `pdjax.config.SchedulerOptions`: `token_budget`, `policy`, `prefix_cache`
   (of `layout="paged"`), `swap_tokens`, `router`, `steps_in_flight`, and others. Policies and
@@ -154,6 +155,7 @@ class LLM:
     max_len: int | None = None,
     num_rows: int = 8,
     layout: str = "slots",
+    attention: str = "auto",
     page_size: int = 16,
     dtype: str | None = None,
     seed: int = 0,
@@ -190,7 +192,9 @@ class LLM:
     loaded = checkpoint.load(dtype=dtype, target=make_mesh(groups[0]))
     whole, mixed = largest_budgets(self._specs, self._options, self._pages)
     buckets = default_buckets(self._pages, whole_budget=whole, chunk_budget=mixed)
-    executors = build_executors(loaded, self._pages, buckets, groups, layout=layout)
+    executors = build_executors(
+      loaded, self._pages, buckets, groups, layout=layout, attention=attention
+    )
     for number, line in enumerate(warm_up(executors, list(uses.values())), 1):
       show(f"compiling, shape {number}: {line}")
     show("")

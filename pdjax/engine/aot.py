@@ -21,11 +21,11 @@ from jax.sharding import Mesh
 
 from pdjax.core.model_config import ModelConfig
 from pdjax.engine.batch import RowState, step_inputs
-from pdjax.engine.build import default_buckets
+from pdjax.engine.build import default_buckets, make_attention
 from pdjax.engine.mesh import ensure_devices, make_mesh
 from pdjax.engine.steps import Steps, state_shapes
 from pdjax.engine.targets import CpuTarget, Target
-from pdjax.models.kv_cache import KVLayout
+from pdjax.models.attention import Attention
 from pdjax.models.model import Model, axes_sharding
 from pdjax.models.transformer import build, param_shapes
 from pdjax.scheduling.pages import PageConfig
@@ -134,6 +134,7 @@ class Deployment:
   dtype: str
   layout: str
   token_budget: int
+  attention: str = "auto"
 
   def params_bytes(self) -> int:
     """On each device, without the padding of its layout."""
@@ -152,7 +153,7 @@ class Deployment:
       ValueError: a mixed step of a pool with one row, which has none.
     """
     model = self._model()
-    steps = Steps(model, self._layout(pages))
+    steps = Steps(model, self._attention(pages))
     arguments = (model.params, *self._state(pages))
     return Needs(
       params_bytes=self.params_bytes(),
@@ -163,18 +164,11 @@ class Deployment:
   def _model(self) -> Model:
     return abstract_model(self.config, self.mesh, dtype=self.dtype)
 
-  def _layout(self, pages: PageConfig) -> KVLayout:
-    return self._model().layout(
-      kind=self.layout,
-      num_rows=pages.num_rows,
-      page_size=pages.page_size,
-      pages_per_row=pages.pages_per_row,
-      num_pages=pages.num_pages,
-      tp=self.mesh.size,
-    )
+  def _attention(self, pages: PageConfig) -> Attention:
+    return make_attention(self._model(), pages, self.mesh, self.layout, self.attention)
 
   def _state(self, pages: PageConfig):
-    return state_shapes(self._model(), self._layout(pages), self.mesh)
+    return state_shapes(self._model(), self._attention(pages).layout, self.mesh)
 
   def _compile(self, steps: Steps, arguments, kind: str, pages: PageConfig) -> StepNeeds:
     buckets = default_buckets(pages, whole_budget=self.token_budget, chunk_budget=self.token_budget)
@@ -186,11 +180,12 @@ class Deployment:
       prefills=() if kind == "decode" else (1,),
       decodes=0 if kind == "prefill" else 1,
     )
-    rows = RowState(pages.num_rows, pages.pages_per_row, pages.num_pages, self.config.vocab_size)
+    rows = RowState(pages, self.config.vocab_size)
     inputs = step_inputs(plan, largest, rows)
     (num_tokens,) = inputs.batch.tokens.shape
     step = getattr(steps, f"{plan.kind}_step")
-    lowered = step.trace(*arguments, inputs).lower(lowering_platforms=(self.platform,))
+    with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):  # kernels ask it for the chip
+      lowered = step.trace(*arguments, inputs).lower(lowering_platforms=(self.platform,))
     try:
       compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:

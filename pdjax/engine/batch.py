@@ -9,8 +9,10 @@ import numpy as np
 from pdjax.core.plan import DecodeSlices, PageUpdates, Slice, StepPlan
 from pdjax.core.request import MAX_HELD_STOP_IDS, SamplingParams
 from pdjax.engine.buckets import Buckets, pick_bucket
-from pdjax.models.attention import DECODE_ROWS, PREFILL_TILE, StepBatch, Tiles
+from pdjax.kernels.slices import Slices
+from pdjax.models.attention import StepBatch
 from pdjax.models.sampling import Sampling
+from pdjax.scheduling.pages import PageConfig
 
 _TOKENS_PER_EMIT = 16  # a prefill bucket of T tokens has room for T / 16 first tokens
 
@@ -37,10 +39,12 @@ class RowState:
   while steps are in flight.
   """
 
-  def __init__(self, num_rows: int, pages_per_row: int, num_pages: int, vocab_size: int):
+  def __init__(self, pages: PageConfig, vocab_size: int):
+    num_rows = pages.num_rows
     self.num_rows, self.vocab_size = num_rows, vocab_size
+    self.page_size, self.num_slots = pages.page_size, pages.num_pages * pages.page_size
     # One spare row stands for padding: pages out of range, greedy.
-    self.tables = np.full((num_rows + 1, pages_per_row), num_pages, np.int32)
+    self.tables = np.full((num_rows + 1, pages.pages_per_row), pages.num_pages, np.int32)
     self.temperature = np.zeros(num_rows + 1, np.float32)
     self.top_k = np.full(num_rows + 1, vocab_size, np.int32)
     self.top_p = np.ones(num_rows + 1, np.float32)
@@ -54,6 +58,11 @@ class RowState:
   def update_pages(self, updates: PageUpdates) -> None:
     if updates.rows:
       self.tables[updates.rows, updates.indices] = updates.page_ids
+
+  def slots(self, rows: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
+    """Where positions of rows lie, as `kernels.write_pages` counts places."""
+    pages = self.tables[rows, positions // self.page_size]
+    return pages * self.page_size + positions % self.page_size
 
   def seat(
     self, row: int, request_id: int, num_prompt_tokens: int, sampling: SamplingParams
@@ -103,8 +112,13 @@ def pick_prefill_bucket(plan: StepPlan, sizes: tuple[int, ...], num_rows: int) -
   raise ValueError(f"a step of {plan.num_tokens} tokens does not fit the largest size {sizes[-1]}")
 
 
-def step_inputs(plan: StepPlan, buckets: Buckets, rows: RowState) -> StepInputs:
-  """The arrays of a plan: slices packed one after another, then its decodes. Updates `rows`."""
+def step_inputs(
+  plan: StepPlan, buckets: Buckets, rows: RowState, *, serves_fresh: bool = False
+) -> StepInputs:
+  """The arrays of a plan: slices packed one after another, then its decodes. Updates `rows`.
+
+  With `serves_fresh` a step whose prompts all begin in it says so: it is a shape of its own.
+  """
   rows.update_pages(plan.page_updates)
   for s in plan.prefills:
     rows.seat(s.row, s.request_id, s.num_prompt_tokens, s.sampling)
@@ -119,6 +133,7 @@ def step_inputs(plan: StepPlan, buckets: Buckets, rows: RowState) -> StepInputs:
     num_decode_rows = 0
   tokens = np.zeros(num_tokens, np.int32)
   positions = np.full(num_tokens, -1, np.int32)
+  slots = np.full(num_tokens, rows.num_slots, np.int32)
   sample_places = np.zeros(num_samples, np.int32)
   sample_rows = np.full(num_samples, rows.num_rows, np.int32)
 
@@ -126,26 +141,37 @@ def step_inputs(plan: StepPlan, buckets: Buckets, rows: RowState) -> StepInputs:
   for s in plan.prefills:
     end = at + s.num_tokens
     tokens[at:end] = s.token_ids
-    positions[at:end] = range(s.start, s.start + s.num_tokens)
+    positions[at:end] = np.arange(s.start, s.start + s.num_tokens)
+    slots[at:end] = rows.slots(s.row, positions[at:end])
     if s.emits_token:
       sample_places[emits] = end - 1
       sample_rows[emits] = s.row
       emits += 1
     at = end
-  positions[at : at + num_decodes] = plan.decodes.positions
-  decoding = slice(emits, emits + num_decodes)
-  sample_places[decoding] = range(at, at + num_decodes)
-  sample_rows[decoding] = plan.decodes.rows
-
+  decoding = slice(at, at + num_decodes)
+  positions[decoding] = plan.decodes.positions
   token_rows = np.full(num_tokens, rows.num_rows, np.int32)
-  token_rows[at : at + num_decodes] = plan.decodes.rows
+  token_rows[decoding] = plan.decodes.rows
+  slots[decoding] = rows.slots(token_rows[decoding], positions[decoding])
+  emitting = slice(emits, emits + num_decodes)
+  sample_places[emitting] = range(at, at + num_decodes)
+  sample_rows[emitting] = plan.decodes.rows
+
   prefill = decode = None
   if plan.prefills:
-    prefill = _prefill_tiles(plan.prefills, num_tokens, rows)
+    prefill = _prompt_slices(plan.prefills, min(num_tokens, rows.num_rows), rows)
   if num_decode_rows:
-    decode = _decode_tiles(plan.decodes, at, num_decode_rows, num_tokens, rows)
+    decode = _decode_slices(plan.decodes, at, num_decode_rows, rows)
+  is_fresh = serves_fresh and decode is None and all(s.start == 0 for s in plan.prefills)
   return StepInputs(
-    batch=StepBatch(tokens=tokens, positions=positions, prefill=prefill, decode=decode),
+    batch=StepBatch(
+      tokens=tokens,
+      positions=positions,
+      slots=slots,
+      prefill=None if is_fresh else prefill,
+      decode=decode,
+      fresh=prefill if is_fresh else None,
+    ),
     token_rows=token_rows,
     sample_places=sample_places,
     sample_rows=sample_rows,
@@ -153,37 +179,37 @@ def step_inputs(plan: StepPlan, buckets: Buckets, rows: RowState) -> StepInputs:
   )
 
 
-def _prefill_tiles(slices: tuple[Slice, ...], num_tokens: int, rows: RowState) -> Tiles:
-  """Cuts packed slices into tiles of one row each."""
-  tile = min(PREFILL_TILE, num_tokens)
-  # Every slice may leave its last tile part empty, hence a spare tile for each row but one.
-  num_tiles = -(-num_tokens // tile) + rows.num_rows - 1
-  places = np.full((num_tiles, tile), num_tokens, np.int32)
-  tile_rows = np.full(num_tiles, rows.num_rows, np.int32)
-  at = used = 0
-  for s in slices:
-    own = slice(used, used + -(-s.num_tokens // tile))
-    places[own].ravel()[: s.num_tokens] = range(at, at + s.num_tokens)
-    tile_rows[own] = s.row
-    at, used = at + s.num_tokens, own.stop
-  return Tiles(
-    places=places[:, None], tables=rows.tables[tile_rows][:, None], num_tiles=np.int32(used)
+def _prompt_slices(slices: tuple[Slice, ...], num_slices: int, rows: RowState) -> Slices:
+  """Packed slices of prompts, one after another."""
+  lengths = np.array([s.num_tokens for s in slices])
+  return _slices(
+    num_slices,
+    starts=np.cumsum(lengths) - lengths,
+    lengths=lengths,
+    offsets=np.array([s.start for s in slices]),
+    tables=rows.tables[[s.row for s in slices]],
   )
 
 
-def _decode_tiles(
-  decodes: DecodeSlices, first_place: int, num_decode_rows: int, num_tokens: int, rows: RowState
-) -> Tiles:
-  """Cuts decodes, which lie from `first_place` on, into tiles of rows of like length."""
-  b = min(DECODE_ROWS, num_decode_rows)
-  num_tiles = -(-num_decode_rows // b)
-  order = np.argsort(decodes.positions, kind="stable")
-  places = np.full(num_tiles * b, num_tokens, np.int32)
-  places[: len(order)] = first_place + order
-  tile_rows = np.full(num_tiles * b, rows.num_rows, np.int32)
-  tile_rows[: len(order)] = np.asarray(decodes.rows, np.int32)[order]
-  return Tiles(
-    places=places.reshape(num_tiles, b, 1),
-    tables=rows.tables[tile_rows].reshape(num_tiles, b, -1),
-    num_tiles=np.int32(-(-len(order) // b)),
+def _decode_slices(
+  decodes: DecodeSlices, first_place: int, num_slices: int, rows: RowState
+) -> Slices:
+  """Decodes, which lie from `first_place` on, those of like length side by side."""
+  positions = np.asarray(decodes.positions, np.int32)
+  order = np.argsort(positions, kind="stable")
+  return _slices(
+    num_slices,
+    starts=first_place + order,
+    lengths=np.ones(len(order)),
+    offsets=positions[order],
+    tables=rows.tables[np.asarray(decodes.rows, np.int32)[order]],
   )
+
+
+def _slices(num_slices: int, **fields: np.ndarray) -> Slices:
+  """As many slices of no token behind them as are missing."""
+  padded = {}
+  for name, values in fields.items():
+    padded[name] = np.zeros((num_slices, *values.shape[1:]), np.int32)
+    padded[name][: len(values)] = values
+  return Slices(**padded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import threading
 from collections.abc import Collection, Iterator, Sequence
@@ -12,6 +13,8 @@ from pdjax.engine.buckets import Buckets, grow_to
 from pdjax.engine.jax_executor import JaxExecutor
 from pdjax.engine.mesh import make_mesh
 from pdjax.engine.steps import Steps
+from pdjax.kernels.choice import chip_of, choose
+from pdjax.models.attention import Attention
 from pdjax.models.model import Model
 from pdjax.scheduling.pages import PageConfig
 
@@ -40,10 +43,12 @@ def build_executors(
   groups: Sequence[Sequence[jax.Device]],
   *,
   layout: str,
+  attention: str = "auto",
 ) -> list[JaxExecutor]:
   """One executor for each group of devices, over which the model is split.
 
-  Groups of one size share their steps: traced once, compiled once for each group.
+  Groups of one size share their steps: traced once, compiled once for each group. `attention` is
+  one of `kernels.choice.ATTENTION`.
 
   Raises:
     ValueError: the model cannot be split over a group.
@@ -51,19 +56,49 @@ def build_executors(
   steps: dict[int, Steps] = {}
   executors = []
   for group in groups:
-    tp = len(group)
-    kv_layout = model.layout(
-      kind=layout,
-      num_rows=pages.num_rows,
-      page_size=pages.page_size,
-      pages_per_row=pages.pages_per_row,
-      num_pages=pages.num_pages,
-      tp=tp,
-    )
+    tp, mesh = len(group), make_mesh(group)
     if tp not in steps:
-      steps[tp] = Steps(model, kv_layout)
-    executors.append(JaxExecutor(model, steps[tp], pages, kv_layout, buckets, make_mesh(group)))
+      steps[tp] = Steps(model, make_attention(model, pages, mesh, layout, attention))
+    executors.append(JaxExecutor(model, steps[tp], pages, buckets, mesh))
   return executors
+
+
+def make_attention(
+  model: Model, pages: PageConfig, mesh: jax.sharding.Mesh, layout: str, attention: str
+) -> Attention:
+  """How pools on meshes like this one attend, and how their caches lie in memory.
+
+  Raises:
+    ValueError: the model cannot be split over the mesh, or `attention` is unknown.
+  """
+  config = model.config
+  config.check_split(mesh.size)
+  kv_layout = model.layout(
+    kind=layout,
+    num_rows=pages.num_rows,
+    page_size=pages.page_size,
+    pages_per_row=pages.pages_per_row,
+    num_pages=pages.num_pages,
+    tp=mesh.size,
+  )
+  tuning = choose(
+    chip_of(mesh.devices.flat[0]),
+    "xla" if model.reduction else attention,
+    num_heads=config.num_heads // mesh.size,
+    num_kv_heads=max(1, config.num_kv_heads // mesh.size),
+    head_dim=config.head_dim,
+    page_size=pages.page_size,
+    dtype=model.cache_dtype,
+    cache_dtype=model.cache_dtype,
+  )
+  if tuning.interleaves:
+    kv_layout = dataclasses.replace(kv_layout, kind="interleaved")
+  return Attention(
+    layout=kv_layout,
+    tuning=tuning,
+    mesh=mesh.abstract_mesh if mesh.size > 1 else None,
+    reduction=model.reduction,
+  )
 
 
 def warm_up(executors: Sequence[JaxExecutor], uses: Sequence[Collection[str]]) -> Iterator[str]:

@@ -16,7 +16,6 @@ from pdjax.engine.batch import RowState, step_inputs
 from pdjax.engine.buckets import Buckets, pick_bucket
 from pdjax.engine.steps import Steps, state_shapes
 from pdjax.engine.transfer import TransferTicket, host_sharding
-from pdjax.models.kv_cache import KVLayout
 from pdjax.models.model import Model, axes_sharding
 from pdjax.models.sampling import Sampled
 from pdjax.scheduling.pages import PageConfig
@@ -82,12 +81,12 @@ class JaxExecutor:
     model: Model,
     steps: Steps,
     pages: PageConfig,
-    layout: KVLayout,
     buckets: Buckets,
     mesh: jax.sharding.Mesh,
   ):
     self.steps = steps
     self._params = model.to(mesh).params
+    layout = steps.attention.layout
     self._pages, self._layout, self._buckets = pages, layout, buckets
     self._pieces_sharding = axes_sharding("2 L K P h", layout.pieces_shape(1), mesh)
     self._host_sharding = host_sharding(self._pieces_sharding)
@@ -103,8 +102,7 @@ class JaxExecutor:
     )
 
   def _new_rows(self) -> RowState:
-    pages = self._pages
-    return RowState(pages.num_rows, pages.pages_per_row, pages.num_pages, self.vocab_size)
+    return RowState(self._pages, self.vocab_size)
 
   def submit(self, plan: StepPlan, now_s: float) -> StepTicket:
     self._swap(plan)
@@ -149,8 +147,12 @@ class JaxExecutor:
       "decode": self.steps.decode_step,
       "mixed": self.steps.mixed_step,
     }[plan.kind]
-    inputs = step_inputs(plan, self._buckets, self._rows)
+    inputs = self._inputs(plan)
     return step, (self._params, self._cache, self._last_token, self._seen, inputs)
+
+  def _inputs(self, plan: StepPlan):
+    serves_fresh = self.steps.attention.tuning.fresh is not None
+    return step_inputs(plan, self._buckets, self._rows, serves_fresh=serves_fresh)
 
   def _add_seen(self, row: int, token_ids: tuple[int, ...], *, anew: bool) -> None:
     ids = np.zeros(self.vocab_size, bool)
@@ -232,7 +234,7 @@ class JaxExecutor:
       part = dataclasses.replace(plan.prefills[0], start=start, token_ids=ids)
       plan = dataclasses.replace(plan, prefills=(part,))
       if start + largest >= len(token_ids):
-        inputs = step_inputs(plan, self._buckets, self._rows)
+        inputs = self._inputs(plan)
         logits = self.steps.last_logits(self._params, self._cache, inputs)[0]
       else:
         self.submit(plan, 0.0).result()
@@ -269,6 +271,8 @@ class JaxExecutor:
       for num_tokens in buckets.prefill:
         plan = probe_plan(self._pages, prefills=self._split(num_tokens, num_rows))
         plans.append((f"prefill {num_tokens}", plan))
+        if self.steps.attention.tuning.fresh is not None:  # and as chunks of prompts begun before
+          plans.append((f"chunks {num_tokens}", _as_if_begun(plan)))
     if "decode" in uses:
       for rows in buckets.rows:
         plans.append((f"decode {rows}", probe_plan(self._pages, decodes=rows)))
@@ -311,3 +315,11 @@ class JaxExecutor:
       self._hand_over(num_pages), payload=jnp.zeros(shape.shape, shape.dtype)
     )
     self.import_(handle, row=0, page_ids=pages, now_s=0.0).result()
+
+
+def _as_if_begun(plan: StepPlan) -> StepPlan:
+  """A plan of the same shape whose first prompt began in a step before."""
+  first, *rest = plan.prefills
+  rest_ids = first.token_ids[1:] or first.token_ids
+  first = dataclasses.replace(first, start=1, num_tokens=len(rest_ids), token_ids=rest_ids)
+  return dataclasses.replace(plan, prefills=(first, *rest))

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from pdjax.engine.batch import StepInputs
 from pdjax.models import kv_cache
-from pdjax.models.attention import StepBatch, make_attend
+from pdjax.models.attention import Attention, StepBatch
 from pdjax.models.kv_cache import KVLayout
 from pdjax.models.model import Model, axes_sharding
 from pdjax.models.sampling import sample
@@ -46,13 +46,13 @@ def state_shapes(model: Model, layout: KVLayout, mesh: jax.sharding.Mesh):
 
 
 class Steps:
-  """The compiled functions for one model and one cache layout, shared by all pools that have them.
+  """The compiled functions for one model and one attention, shared by all pools that have them.
 
   Each call returns at once; its arrays become ready when the device has done the work.
   """
 
-  def __init__(self, model: Model, layout: KVLayout):
-    self._model, self._layout = model, layout
+  def __init__(self, model: Model, attention: Attention):
+    self._model, self.attention, self._layout = model, attention, attention.layout
     self.num_traces: collections.Counter[str] = collections.Counter()
     updated = ("cache", "last_token", "seen")
     self.prefill_step = self._jit("prefill_step", self._step, donate=updated)
@@ -108,7 +108,7 @@ class Steps:
     return self._model.unembed(params, hidden[inputs.sample_places])
 
   def _forward(self, params, cache, batch: StepBatch):
-    attend = make_attend(self._layout, self._model.reduction, batch)
+    attend = self.attention(batch)
     return self._model.forward(params, batch.tokens, batch.positions, cache, attend)
 
   def _gather(self, cache, page_ids: jax.Array):  # [n] -> pieces

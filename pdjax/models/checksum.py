@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from pdjax.core import checksum
 from pdjax.core.model_config import ModelConfig
-from pdjax.models.attention import Reduction
+from pdjax.kernels.backends.xla import Reduction
 from pdjax.models.model import Model
 
 # Layer l caches K and V times an odd factor and multiplies its sum by the inverse modulo 2**32, so

@@ -1,4 +1,4 @@
-"""Where K and V lie in memory. Only this file knows it.
+"""Where K and V lie in memory: the cache of a pool as `kernels.slices.Pages` of each layer.
 
 A cache is a tuple with one (k, v) pair per layer, each array `[outer, K, inner, h]`:
 
@@ -8,8 +8,7 @@ A cache is a tuple with one (k, v) pair per layer, each array `[outer, K, inner,
 Slots is paged with several pages side by side in one outer entry, so both go through the same page
 ids: page p lies in entry p // pages_per_outer. Heads come before positions, so that the keys of
 one head are contiguous. Page tables are int32 `[B, P]` with P = pages_per_row; unused entries hold
-`num_pages`, which is out of range: writes to it are dropped, reads from it are masked by the
-caller.
+`num_pages`, which is out of range: writes to it are dropped, and nobody reads from it.
 """
 
 from __future__ import annotations
@@ -18,9 +17,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax.sharding import PartitionSpec
 
-LayerCache = tuple[jax.Array, jax.Array]  # k, v: [outer, K, inner, h]
+from pdjax.kernels.slices import Pages
+
+LayerCache = Pages
 Cache = tuple[LayerCache, ...]
 
 
@@ -71,6 +72,10 @@ class KVLayout:
     num_heads = self.num_kv_heads * self.kv_copies
     return outer, num_heads, self.pages_per_outer * self.page_size, self.head_dim
 
+  def split(self, axis: str) -> PartitionSpec:
+    """How each array is split by its heads over the mesh axis `axis`."""
+    return PartitionSpec(None, axis, None, None)
+
   def pieces_shape(self, num_pages: int) -> tuple[int, int, int, int, int]:
     """[2, L, K, positions, h] of what `gather` gives for so many pages: each kv head once."""
     return 2, self.num_layers, self.num_kv_heads, num_pages * self.page_size, self.head_dim
@@ -98,71 +103,8 @@ def init_cache(
   return tuple((zeros(), zeros()) for _ in range(layout.num_layers))
 
 
-def locate(
-  layout: KVLayout,
-  tables: jax.Array,  # [B, P]
-  positions: jax.Array,  # [B, t], -1 for padding
-) -> tuple[jax.Array, jax.Array]:
-  """Where positions lie: (outer, inner), each [B, t]. Padding gets an outer out of range."""
-  index = jnp.maximum(positions, 0) // layout.page_size
-  pages = jnp.take_along_axis(tables, index, axis=1, mode="fill", fill_value=layout.num_pages)
-  pages = jnp.where(positions < 0, layout.num_pages, pages)
-  inner = pages % layout.pages_per_outer * layout.page_size + positions % layout.page_size
-  return pages // layout.pages_per_outer, inner
-
-
 def _copy_heads(layout: KVLayout, x: jax.Array, axis: int) -> jax.Array:
   return x if layout.kv_copies == 1 else jnp.repeat(x, layout.kv_copies, axis)
-
-
-def write(
-  layout: KVLayout,
-  layer_cache: LayerCache,
-  outer: jax.Array,  # [T]
-  inner: jax.Array,  # [T]
-  k: jax.Array,  # [T, K, h]
-  v: jax.Array,  # [T, K, h]
-) -> LayerCache:
-  """Writes K and V of T tokens; in place if `layer_cache` is donated."""
-  k_cache, v_cache = layer_cache
-  k, v = (_copy_heads(layout, x, axis=1) for x in (k, v))
-  return (
-    k_cache.at[outer, :, inner].set(k.astype(k_cache.dtype), mode="drop"),
-    v_cache.at[outer, :, inner].set(v.astype(v_cache.dtype), mode="drop"),
-  )
-
-
-def fetch_block(
-  layout: KVLayout,
-  layer_cache: LayerCache,
-  tables: jax.Array,  # [B, P]
-  start: jax.Array,  # [], a multiple of page_size, at most max_len - block_size
-  block_size: int,  # a multiple of page_size
-) -> LayerCache:
-  """K and V [B, K, block_size, h] of positions start, start + 1, ... of each row.
-
-  Places without a page hold anything.
-  """
-  _, num_kv_heads, _, head_dim = layout.shape
-  if layout.kind == "slots":
-    rows = tables[:, 0] // layout.pages_per_outer
-
-    def fetch_row(x, row):
-      return lax.dynamic_slice(x, (row, 0, start, 0), (1, num_kv_heads, block_size, head_dim))[0]
-
-    k, v = (jax.vmap(fetch_row, (None, 0))(x, rows) for x in layer_cache)
-    return k, v
-  num_tables, _ = tables.shape
-  num_pages = block_size // layout.page_size
-  pages = lax.dynamic_slice_in_dim(tables, start // layout.page_size, num_pages, axis=1)
-  k, v = (
-    x.at[pages]
-    .get(mode="clip")  # [B, pages, K, page_size, h]
-    .transpose(0, 2, 1, 3, 4)
-    .reshape(num_tables, num_kv_heads, block_size, head_dim)
-    for x in layer_cache
-  )
-  return k, v
 
 
 def _by_page(layout: KVLayout, x: jax.Array) -> jax.Array:

@@ -11,7 +11,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from pdjax.core.model_config import ModelConfig
-from pdjax.models.attention import Attend, Reduction
+from pdjax.kernels.backends.xla import Reduction
+from pdjax.models.attention import Attend
 from pdjax.models.kv_cache import Cache, KVLayout
 
 TENSOR_AXIS = "tensor"
@@ -92,7 +93,7 @@ class Model:
   unembed: Callable[
     [Params, jax.Array], jax.Array
   ]  # params, hidden [R, D] -> logits [R, V] float32
-  reduction: Reduction
+  reduction: Reduction | None  # instead of softmax
   cache_dtype: str
 
   def to(self, target: Target) -> Model:

@@ -25,7 +25,7 @@ import numpy as np
 from flax import nnx
 
 from pdjax.core.model_config import ModelConfig, RopeScaling
-from pdjax.models.attention import Attend, softmax_reduction
+from pdjax.models.attention import Attend
 from pdjax.models.kv_cache import Cache, LayerCache
 from pdjax.models.model import Model, Params, Target, place
 
@@ -325,7 +325,7 @@ def build(config: ModelConfig, params: Params, *, dtype: str) -> Model:
     param_axes=axes,
     forward=forward,
     unembed=unembed,
-    reduction=softmax_reduction,
+    reduction=None,
     cache_dtype=dtype,
   )
 

@@ -37,7 +37,7 @@ def plain_logits(tiny):
   run, tables = make_pass(tiny, layout), make_tables(layout)
 
   def logits(ids):
-    batch, _ = prefill_batch(layout, tables, [(0, 0, ids)], num_tiles=1, tile=CAPACITY)
+    batch, _ = prefill_batch(layout, tables, [(0, 0, ids)], num_tokens=CAPACITY)
     return np.asarray(run(kv_cache.init_cache(layout), batch, None)[0])[: len(ids)]
 
   return logits

@@ -10,15 +10,18 @@ from pdjax.core.plan import DecodeSlices, PageUpdates, Slice, StepPlan
 from pdjax.core.request import MAX_HELD_STOP_IDS, SamplingParams
 from pdjax.engine.batch import RowState, pick_prefill_bucket, step_inputs
 from pdjax.engine.buckets import Buckets
-from pdjax.models.attention import PREFILL_TILE
+from pdjax.scheduling.pages import PageConfig
 
 pytestmark = pytest.mark.quick
-ROWS, PAGES_PER_ROW, NUM_PAGES, VOCAB = 5, 7, 40, 1000
+ROWS, PAGE_SIZE, PAGES_PER_ROW, NUM_PAGES, VOCAB = 5, 64, 7, 40, 1000
 
 
 def rows_state(num_rows=ROWS):
   """Every row has a table and a temperature of its own."""
-  rows = RowState(num_rows, PAGES_PER_ROW, NUM_PAGES, VOCAB)
+  pages = PageConfig(
+    num_rows=num_rows, page_size=PAGE_SIZE, pages_per_row=PAGES_PER_ROW, num_pages=NUM_PAGES
+  )
+  rows = RowState(pages, VOCAB)
   for row in range(num_rows):
     rows.tables[row] = 100 * row + np.arange(PAGES_PER_ROW)
     sampling = SamplingParams(max_tokens=9, temperature=row + 1.0, top_k=row + 1)
@@ -47,7 +50,7 @@ def steps(draw):
   order = draw(st.permutations(range(num_rows)))
   num_prefills = draw(st.integers(1, num_rows))
   num_decodes = draw(st.integers(0, num_rows - num_prefills))
-  lengths = st.integers(1, 2 * PREFILL_TILE + 3) | st.sampled_from([1, PREFILL_TILE])
+  lengths = st.integers(1, 300) | st.sampled_from([1, PAGE_SIZE])
   slices = tuple(
     prefill(row, draw(st.integers(0, 50)), draw(lengths), draw(st.booleans()))
     for row in order[:num_prefills]
@@ -72,27 +75,30 @@ def inputs_of(num_rows, plan, size):
 
 
 @given(steps())
-def test_tokens_are_packed_without_gaps_and_tiles_cover_each_prefill_token_once(case):
-  """Of any lengths, in any size that holds them: the tiles never run out."""
+def test_tokens_are_packed_without_gaps_and_slices_say_which_are_whose(case):
   num_rows, plan, size = case
   inputs, rows = inputs_of(num_rows, plan, size)
   batch, num_prefill = inputs.batch, plan.num_prefill_tokens
-  assert batch.tokens.shape == batch.positions.shape == (size,)
+  assert batch.tokens.shape == batch.positions.shape == batch.slots.shape == (size,)
   assert batch.tokens[:num_prefill].tolist() == [i for s in plan.prefills for i in s.token_ids]
-  places = [(s.row, s.start + i) for s in plan.prefills for i in range(s.num_tokens)]
-  positions = [position for _, position in places] + list(plan.decodes.positions)
+  owners = [s.row for s in plan.prefills for _ in range(s.num_tokens)] + list(plan.decodes.rows)
+  positions = [s.start + i for s in plan.prefills for i in range(s.num_tokens)]
+  positions += plan.decodes.positions
   assert batch.positions[: plan.num_tokens].tolist() == positions
   assert (batch.positions[plan.num_tokens :] == -1).all()
-  tiles = batch.prefill
-  used, covered = int(tiles.num_tiles), []
-  for (tile,), (table,) in zip(tiles.places[:used], tiles.tables[:used], strict=True):
-    indices = tile[tile < size].tolist()
-    assert indices == list(range(indices[0], indices[0] + len(indices))), "a tile is one stretch"
-    (row,) = {places[i][0] for i in indices}
-    assert table.tolist() == rows.tables[row].tolist()
-    covered += indices
-  assert covered == list(range(num_prefill))
-  assert (tiles.places[used:] == size).all() and (tiles.tables[used:] == NUM_PAGES).all()
+  # K and V go to the page that the table has for a position; those of padding nowhere.
+  pages, places = np.divmod(batch.slots, PAGE_SIZE)
+  want = [rows.tables[row, at // PAGE_SIZE] for row, at in zip(owners, positions, strict=True)]
+  assert pages[: plan.num_tokens].tolist() == want
+  assert places[: plan.num_tokens].tolist() == [at % PAGE_SIZE for at in positions]
+  assert (batch.slots[plan.num_tokens :] == NUM_PAGES * PAGE_SIZE).all()
+  # Slices cover the prompts in order; the rest are of no token.
+  n, s = len(plan.prefills), batch.prefill
+  assert s.lengths[:n].tolist() == [part.num_tokens for part in plan.prefills]
+  assert s.starts[:n].tolist() == np.cumsum([0, *s.lengths[: n - 1]]).tolist()
+  assert s.offsets[:n].tolist() == [part.start for part in plan.prefills]
+  assert (s.tables[:n] == rows.tables[[part.row for part in plan.prefills]]).all()
+  assert (s.lengths[n:] == 0).all()
 
 
 @given(steps())
@@ -106,16 +112,25 @@ def test_decodes_come_after_the_prompts_each_with_the_table_of_its_row(case):
   if not n:
     assert decode is None
     return
-  places, tables = decode.places.ravel(), decode.tables.reshape(-1, rows.tables.shape[1])
-  assert sorted(places[:n]) == list(range(first, first + n))
-  assert tables[:n].tolist() == rows.tables[inputs.token_rows[places[:n]]].tolist()
-  # Rows of like length share a tile, and only tiles in use are attended.
-  positions = inputs.batch.positions[places[:n]].tolist()
-  assert positions == sorted(positions)
-  num_tiles, rows_of_tile, _ = decode.places.shape
-  assert decode.num_tiles == -(-n // rows_of_tile) and num_tiles * rows_of_tile >= num_rows
-  # A mixed step has a place for every row; those that nobody uses point nowhere.
-  assert (places[n:] == size).all() and (tables[n:] == NUM_PAGES).all()
+  assert sorted(decode.starts[:n]) == list(range(first, first + n))
+  assert (decode.tables[:n] == rows.tables[inputs.token_rows[decode.starts[:n]]]).all()
+  # Those of like length are neighbours. A mixed step has a slice for every row.
+  positions = inputs.batch.positions[decode.starts[:n]].tolist()
+  assert decode.offsets[:n].tolist() == positions == sorted(positions)
+  assert decode.lengths.tolist() == [1] * n + [0] * (num_rows - n)
+
+
+def test_a_step_of_prompts_that_all_begin_in_it_says_so_where_that_helps():
+  begun, new = prefill(0, 3, 5), prefill(1, 0, 6)
+  for slices, decodes, is_fresh in (
+    ([new], None, True), ([new, begun], None, False), ([new], DECODES, False)
+  ):  # fmt: skip
+    plan = plan_of(slices, decodes)
+    plain = step_inputs(plan, BUCKETS, rows_state()).batch
+    batch = step_inputs(plan, BUCKETS, rows_state(), serves_fresh=True).batch
+    assert plain.fresh is None and plain.prefill is not None
+    assert (batch.fresh is not None) == (batch.prefill is None) == is_fresh
+    jax.tree.map(np.testing.assert_array_equal, plain.prefill, batch.fresh or batch.prefill)
 
 
 @given(steps())
@@ -173,9 +188,9 @@ def test_decodes_alone_are_padded_with_rows_that_nobody_has():
   assert inputs.batch.prefill is None
   assert inputs.sample_rows.tolist() == [4, 0, 2, ROWS, ROWS]
   assert inputs.batch.positions.tolist() == [3, 11, 5, -1, -1]
-  assert decode.places.ravel()[:4].tolist() == [0, 2, 1, ROWS], "the shortest first"
-  assert decode.tables[0, :3].tolist() == rows.tables[[4, 2, 0]].tolist()
-  assert (decode.tables[0, 3] == NUM_PAGES).all(), "padding has pages out of range"
+  assert decode.starts[:3].tolist() == [0, 2, 1], "the shortest first"
+  assert decode.tables[:3].tolist() == rows.tables[[4, 2, 0]].tolist()
+  assert decode.lengths.tolist() == [1, 1, 1, 0, 0]
   assert inputs.sampling.temperature.tolist() == [5, 1, 3, 0, 0]
   assert inputs.sampling.seed[:3].tolist() == [1004, 1000, 1002]
   one = DecodeSlices(request_ids=(7,), generations=(0,), rows=(4,), positions=(3,))
@@ -195,7 +210,7 @@ def test_page_updates_and_seats_come_before_the_arrays():
   s = prefill(1, 0, 5, temperature=0.25, top_p=0.5, seed=2**32 + 3)
   plan = StepPlan(step_id=0, prefills=(s,), decodes=DECODES, page_updates=updates)
   inputs = step_inputs(plan, BUCKETS, rows_state())
-  assert inputs.batch.prefill.tables[0, 0, 2] == 33 and inputs.batch.decode.tables[0, 0, 0] == 34
+  assert inputs.batch.prefill.tables[0, 2] == 33 and inputs.batch.decode.tables[0, 0] == 34
   assert inputs.sampling.temperature[0] == np.float32(0.25)
   assert inputs.sampling.top_k[0] == VOCAB and inputs.sampling.top_p[0] == np.float32(0.5)
   assert inputs.sampling.seed[0] == 3

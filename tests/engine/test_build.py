@@ -3,6 +3,7 @@
 import dataclasses
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from engine.pools import cpus
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 from pdjax.core.plan import DecodeSlices, Slice, StepPlan
 from pdjax.core.request import SamplingParams
 from pdjax.engine.batch import RowState, step_inputs
-from pdjax.engine.build import default_buckets, warm_up
+from pdjax.engine.build import default_buckets, make_attention, warm_up
 from pdjax.engine.jax_executor import JaxExecutor
 from pdjax.engine.mesh import make_mesh
+from pdjax.kernels.tile_config import TileConfig
 from pdjax.models.checksum import checksum_model
 from pdjax.models.sampling import Sampled
 from pdjax.scheduling.pages import PageConfig
@@ -49,13 +51,14 @@ def plans(draw, pages, whole_budget, chunk_budget):
     most = min(left, pages.capacity_tokens)
     num_tokens = draw(st.sampled_from([1, most]) | st.integers(1, most))
     left -= num_tokens
+    start = draw(st.sampled_from([0, pages.capacity_tokens - num_tokens]))
     slices.append(
       Slice(
         request_id=row,
         generation=0,
         row=row,
-        num_prompt_tokens=num_tokens,
-        start=0,
+        num_prompt_tokens=start + num_tokens,
+        start=start,
         num_tokens=num_tokens,
         token_ids=(0,) * num_tokens,
         emits_token=is_whole or draw(st.booleans()),
@@ -68,21 +71,20 @@ def plans(draw, pages, whole_budget, chunk_budget):
 
 
 def shape_of(inputs):
-  """All that a compiled step depends on."""
-  batch = inputs.batch
-  return (
-    batch.tokens.shape,
-    None if batch.prefill is None else batch.prefill.places.shape,
-    None if batch.decode is None else batch.decode.places.shape,
-    inputs.sample_rows.shape,
-  )
+  """All that a compiled step depends on: which arrays there are, and their shapes."""
+  leaves, structure = jax.tree.flatten(inputs)
+  return structure, tuple(leaf.shape for leaf in leaves)
 
 
 class Recorder:
   """`Steps` that compute nothing and remember which shapes they were called with."""
 
-  def __init__(self):
+  def __init__(self, model, pages, *, serves_fresh=False):
     self.shapes, self.num_copied_pages = set(), {"gather": set(), "scatter": set()}
+    attention = make_attention(model, pages, make_mesh(cpus(1)[0]), "paged", "xla")
+    fresh = TileConfig(backend="splash") if serves_fresh else None
+    tuning = dataclasses.replace(attention.tuning, fresh=fresh)
+    self.attention = dataclasses.replace(attention, tuning=tuning)
 
   def prefill_step(self, params, cache, last_token, seen, inputs):
     self.shapes.add(shape_of(inputs))
@@ -112,20 +114,19 @@ def test_every_plan_within_the_budgets_finds_a_shape_that_warm_up_compiled(data)
   pages, whole_budget, chunk_budget = data.draw(pools())
   buckets = default_buckets(pages, whole_budget=whole_budget, chunk_budget=chunk_budget)
   assert len(buckets.prefill) + len(buckets.mixed) + len(buckets.rows) <= 12
-  model, steps = checksum_model(), Recorder()
   # A cache of one page: the recorder never looks into it.
-  layout = model.layout(
-    kind="paged", num_rows=1, page_size=1, pages_per_row=pages.pages_per_row, num_pages=1
-  )
-  executor = JaxExecutor(model, steps, pages, layout, buckets, make_mesh(cpus(1)[0]))
+  one = PageConfig(num_rows=1, page_size=1, pages_per_row=pages.pages_per_row, num_pages=1)
+  model, serves_fresh = checksum_model(), data.draw(st.booleans())
+  steps = Recorder(model, one, serves_fresh=serves_fresh)
+  executor = JaxExecutor(model, steps, pages, buckets, make_mesh(cpus(1)[0]))
   lines = list(warm_up([executor], [USES]))
   assert len(lines) == len(set(lines)) >= len(steps.shapes)
   for copied in steps.num_copied_pages.values():
     assert copied == set(buckets.pages) and max(copied) == pages.pages_per_row
   for _ in range(8):
     plan = data.draw(plans(pages, whole_budget, chunk_budget))
-    rows = RowState(pages.num_rows, pages.pages_per_row, pages.num_pages, 997)
-    assert shape_of(step_inputs(plan, buckets, rows)) in steps.shapes
+    inputs = step_inputs(plan, buckets, RowState(pages, 997), serves_fresh=serves_fresh)
+    assert shape_of(inputs) in steps.shapes
 
 
 def test_warm_up_compiles_only_what_is_used():
@@ -133,10 +134,8 @@ def test_warm_up_compiles_only_what_is_used():
   buckets = default_buckets(pages, whole_budget=32, chunk_budget=16)
   kinds = {}
   for use in USES:
-    steps = Recorder()
-    model = checksum_model()
-    layout = model.layout(kind="paged", num_rows=4, page_size=4, pages_per_row=8, num_pages=32)
-    executor = JaxExecutor(model, steps, pages, layout, buckets, make_mesh(cpus(1)[0]))
+    steps = Recorder(checksum_model(), pages)
+    executor = JaxExecutor(checksum_model(), steps, pages, buckets, make_mesh(cpus(1)[0]))
     kinds[use] = {line.split(": ")[1].split()[0] for line in warm_up([executor], [{use}])}
   assert kinds == {use: {use, "seen"} for use in USES}
 

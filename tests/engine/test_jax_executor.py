@@ -161,10 +161,9 @@ def test_logits_that_are_not_finite_fail_one_request_alone(untied_engine, strate
 def _with_params(engine, model):
   """The same compiled steps with other weights and fresh caches."""
   executors = [
-    JaxExecutor(model, engine.steps, engine.pages, engine.steps._layout, engine.buckets,
-                make_mesh(cpus(1)[0]))
+    JaxExecutor(model, engine.steps, engine.pages, engine.buckets, make_mesh(cpus(1)[0]))
     for _ in range(2)
-  ]  # fmt: skip
+  ]
   return type(engine)(
     executors=executors, steps=engine.steps, pages=engine.pages, buckets=engine.buckets
   )
@@ -172,9 +171,9 @@ def _with_params(engine, model):
 
 def test_top2_margin_is_that_of_a_plain_forward(tiny, tiny_paged, plain_logits):
   """Also for a text of several prefill buckets, and it leaves an executor that serves as before."""
-  layout, pages = tiny_paged.steps._layout, tiny_paged.pages
+  pages = tiny_paged.pages
   executor = JaxExecutor(
-    tiny, tiny_paged.steps, pages, layout, Buckets(prefill=(32,)), make_mesh(cpus(1)[0])
+    tiny, tiny_paged.steps, pages, Buckets(prefill=(32,)), make_mesh(cpus(1)[0])
   )
   rng = np.random.default_rng(3)
   for num_tokens in (1, 20, 32, 79):

@@ -13,6 +13,7 @@ from virtual import tokens_of
 from pdjax.core.model_config import TINY
 from pdjax.engine.batch import RowState
 from pdjax.models.sampling import Sampling, sample
+from pdjax.scheduling.pages import PageConfig
 
 CASES = [
   ("continuous", CAPACITY),
@@ -91,7 +92,8 @@ def test_preempted_requests_draw_the_same_tokens_again(tiny_paged, alone, name):
 def test_tokens_are_drawn_from_a_plain_forward_by_seed_and_position(alone, plain_logits):
   """The key of the token at position p is that of p, be it the first token or a later one."""
   logits, columns, positions, seen, got = [], [], [], [], []
-  rows = RowState(1, 1, 1, TINY.vocab_size)
+  pages = PageConfig(num_rows=1, page_size=1, pages_per_row=1, num_pages=1)
+  rows = RowState(pages, TINY.vocab_size)
   for name, sampling in SAMPLING.items():
     for r in make_requests(**sampling):
       tokens, num_prompt = alone[name][r.request_id], r.num_prompt_tokens

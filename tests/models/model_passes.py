@@ -5,7 +5,10 @@ import functools
 import jax
 import numpy as np
 
-from pdjax.models.attention import StepBatch, Tiles, make_attend
+from pdjax.kernels.choice import choose
+from pdjax.kernels.slices import Slices
+from pdjax.kernels.tile_config import Chip
+from pdjax.models.attention import Attention, StepBatch
 from pdjax.models.kv_cache import KVLayout
 
 
@@ -17,49 +20,62 @@ def make_tables(layout: KVLayout, seed: int = 0) -> np.ndarray:
   return pages.reshape(layout.num_rows, layout.pages_per_row).astype(np.int32)
 
 
-def prefill_batch(layout, tables, slices, *, num_tiles, tile):
+def _slots(layout, table, positions):
+  positions = np.asarray(positions)
+  return table[positions // layout.page_size] * layout.page_size + positions % layout.page_size
+
+
+def prefill_batch(layout, tables, slices, *, num_tokens):
   """`slices`: (row, start, ids) each, packed. Returns the batch and the places of the tokens."""
-  num_padded = num_tiles * tile
-  tokens, positions = np.zeros(num_padded, np.int32), np.full(num_padded, -1, np.int32)
-  places = np.full((num_tiles, tile), num_padded, np.int32)
-  tile_tables = np.full((num_tiles, layout.pages_per_row), layout.num_pages, np.int32)
-  used = at = 0
-  for row, start, ids in slices:
-    tokens[at : at + len(ids)] = ids
-    positions[at : at + len(ids)] = start + np.arange(len(ids))
-    for first in range(0, len(ids), tile):
-      size = min(tile, len(ids) - first)
-      places[used, :size] = at + first + np.arange(size)
-      tile_tables[used] = tables[row]
-      used += 1
-    at += len(ids)
-  tiles = Tiles(places[:, None], tile_tables[:, None], np.int32(used))
-  return StepBatch(tokens, positions, tiles, None), np.arange(at)
+  tokens, positions = np.zeros(num_tokens, np.int32), np.full(num_tokens, -1, np.int32)
+  slots = np.full(num_tokens, layout.num_pages * layout.page_size, np.int32)
+  starts, lengths, offsets = np.zeros((3, layout.num_rows), np.int32)
+  own_tables = np.full((layout.num_rows, layout.pages_per_row), layout.num_pages, np.int32)
+  at = 0
+  for i, (row, start, ids) in enumerate(slices):
+    end = at + len(ids)
+    tokens[at:end] = ids
+    positions[at:end] = np.arange(start, start + len(ids))
+    slots[at:end] = _slots(layout, tables[row], positions[at:end])
+    starts[i], lengths[i], offsets[i], own_tables[i] = at, len(ids), start, tables[row]
+    at = end
+  prefill = Slices(starts, lengths, offsets, own_tables)
+  return StepBatch(tokens, positions, slots, prefill, None), np.arange(at)
 
 
 def decode_batch(layout, tables, entries, *, num_rows):
   """`entries`: (row, position, id) each, in the first places of `num_rows`."""
   tokens, positions = np.zeros(num_rows, np.int32), np.full(num_rows, -1, np.int32)
+  slots = np.full(num_rows, layout.num_pages * layout.page_size, np.int32)
   row_tables = np.full((num_rows, layout.pages_per_row), layout.num_pages, np.int32)
   for i, (row, position, token) in enumerate(entries):
     tokens[i], positions[i], row_tables[i] = token, position, tables[row]
-  places = np.arange(num_rows, dtype=np.int32)
-  rows = Tiles(places[None, :, None], row_tables[None], np.int32(1))
-  return StepBatch(tokens, positions, None, rows)
+    slots[i] = _slots(layout, tables[row], position)
+  lengths = (positions >= 0).astype(np.int32)
+  decode = Slices(np.arange(num_rows, dtype=np.int32), lengths, positions, row_tables)
+  return StepBatch(tokens, positions, slots, None, decode)
 
 
 def step_batch(prefill, decode):
   """One batch of both, prefill tokens first; either may be None."""
   if prefill is None or decode is None:
     return decode if prefill is None else prefill
-  num_prefill, num_tokens = len(prefill.tokens), len(prefill.tokens) + len(decode.tokens)
-  places = prefill.prefill.places
+  slices = decode.decode
   return StepBatch(
-    np.concatenate([prefill.tokens, decode.tokens]),
-    np.concatenate([prefill.positions, decode.positions]),
-    prefill.prefill._replace(places=np.where(places == num_prefill, num_tokens, places)),
-    decode.decode._replace(places=num_prefill + decode.decode.places),
+    *(np.concatenate(pair) for pair in zip(prefill[:3], decode[:3])),
+    prefill.prefill,
+    slices._replace(starts=slices.starts + np.int32(len(prefill.tokens))),
   )
+
+
+def attention(layout: KVLayout, reduction=None) -> Attention:
+  """That of a CPU: plain XLA."""
+  tuning = choose(
+    Chip(platform="cpu", kind="cpu"), "xla", num_heads=layout.num_kv_heads,
+    num_kv_heads=layout.num_kv_heads, head_dim=layout.head_dim, page_size=layout.page_size,
+    dtype=layout.dtype, cache_dtype=layout.dtype,
+  )  # fmt: skip
+  return Attention(layout=layout, tuning=tuning, reduction=reduction)
 
 
 def make_pass(model, layout):
@@ -67,7 +83,7 @@ def make_pass(model, layout):
 
   @functools.partial(jax.jit, donate_argnums=1)
   def step(params, cache, batch):
-    attend = make_attend(layout, model.reduction, batch)
+    attend = attention(layout, model.reduction)(batch)
     hidden, cache = model.forward(params, batch.tokens, batch.positions, cache, attend)
     return model.unembed(params, hidden), cache
 

@@ -6,8 +6,13 @@ import numpy as np
 import pytest
 from models.model_passes import decode_batch, make_tables, prefill_batch, step_batch
 
+from pdjax.kernels.backends import xla
+from pdjax.kernels.choice import Tuning
+from pdjax.kernels.slices import Slices
+from pdjax.kernels.tile_config import TileConfig
+from pdjax.kernels.write_pages import write_pages_reference
 from pdjax.models import kv_cache
-from pdjax.models.attention import attend, make_attend, softmax_reduction
+from pdjax.models.attention import Attention
 from pdjax.models.kv_cache import KVLayout
 
 pytestmark = pytest.mark.quick
@@ -47,8 +52,8 @@ def filled_cache(layout, tables, keys, values):
   """A cache of NaN but for the rows' keys and values, each [S_row, K, h]."""
   cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), kv_cache.init_cache(layout))[0]
   for row, (k, v) in enumerate(zip(keys, values, strict=True)):
-    outer, inner = kv_cache.locate(layout, tables[row : row + 1], np.arange(len(k))[None])
-    cache = kv_cache.write(layout, cache, outer[0], inner[0], k, v)
+    batch, _ = prefill_batch(layout, tables, [(row, 0, range(len(k)))], num_tokens=len(k))
+    cache = write_pages_reference(cache, k, v, batch.slots)
   return cache
 
 
@@ -59,26 +64,34 @@ def case():
   keys, values = (
     [rng.standard_normal((n, K, HEAD_DIM)).astype(np.float32) for n in lengths] for _ in range(2)
   )
-  # the last 3 positions of each row, one of them padding in the second
+  # the last 3 positions of each row, of the second one less
   positions = np.array([[n - 3, n - 2, n - 1] for n in lengths])
   positions[1, 2] = -1
   q = 2 * rng.standard_normal((3, 3, H, HEAD_DIM)).astype(np.float32)
   return q, positions, keys, values
 
 
-@pytest.mark.parametrize("block_size", [1, 8, 12, 256])
+def attend_case(layout, tables, cache, q, positions, block_k):
+  """q [3, 3, H, h] as slices of three rows, those of position -1 left out."""
+  slices = Slices(np.arange(0, 9, 3), (positions >= 0).sum(1), positions[:, 0], np.asarray(tables))
+  slices = Slices(*(x.astype(np.int32) for x in slices))
+  run = jax.jit(xla.attend, static_argnames=("page_size", "scale", "config"))
+  config = TileConfig(backend="xla", block_q=2 * H // K, block_k=block_k)
+  out = run(q.reshape(9, H, HEAD_DIM), cache, slices, None, page_size=layout.page_size,
+            scale=HEAD_DIM**-0.5, config=config)  # fmt: skip
+  return np.asarray(out).reshape(q.shape)
+
+
+@pytest.mark.parametrize("block_k", [1, 8, 12, 256])
 @pytest.mark.parametrize("kind", ["slots", "paged"])
-def test_attend_is_dense_causal_attention(kind, block_size, case):
+def test_attend_is_dense_causal_attention(kind, block_k, case):
   q, positions, keys, values = case
   layout = make_layout(kind)
   tables = make_tables(layout)
   cache = filled_cache(layout, tables, keys, values)
   for row, keys_of_row in enumerate(keys):  # pages that a row does not have
     tables[row, -(-len(keys_of_row) // layout.page_size) :] = layout.num_pages
-  run = jax.jit(attend, static_argnums=(0, 1), static_argnames="block_size")
-  out = np.asarray(
-    run(layout, softmax_reduction, q, positions, tables, cache, block_size=block_size)
-  )
+  out = attend_case(layout, tables, cache, q, positions, block_k)
   assert np.isfinite(out).all()
   for row in range(3):
     valid = positions[row] >= 0
@@ -105,9 +118,7 @@ def test_only_padding_gives_no_nan(kind, case):
   layout = make_layout(kind)
   tables = np.full((3, layout.pages_per_row), layout.num_pages, np.int32)
   cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), kv_cache.init_cache(layout))[0]
-  out = attend(
-    layout, softmax_reduction, q, np.full_like(positions, -1), tables, cache, block_size=8
-  )
+  out = attend_case(layout, tables, cache, q, np.full_like(positions, -1), 8)
   assert np.isfinite(out).all()
 
 
@@ -119,7 +130,7 @@ def test_a_mixed_step_is_its_two_halves(kind):
   keys, values = rng.standard_normal((2, 4, 20, K, HEAD_DIM)).astype(np.float32)
   cache = filled_cache(layout, tables, keys[:, :6], values[:, :6])
   prefill, places = prefill_batch(
-    layout, tables, [(2, 6, range(7)), (0, 4, range(3))], num_tiles=4, tile=4
+    layout, tables, [(2, 6, range(7)), (0, 4, range(3))], num_tokens=16
   )
   decode = decode_batch(layout, tables, [(3, 6, 0), (1, 5, 0)], num_rows=3)
   num_prefill, num_decode = len(prefill.tokens), len(decode.tokens)
@@ -128,7 +139,9 @@ def test_a_mixed_step_is_its_two_halves(kind):
 
   def step(prefill, decode, part, cache):
     batch = jax.tree.map(jnp.asarray, step_batch(prefill, decode))
-    attend = make_attend(layout, softmax_reduction, batch)
+    tiles = TileConfig(backend="xla", block_q=4 * H // K)  # as products round by their shape
+    tuning = Tuning(prefill=tiles, decode=tiles, mixed=tiles, write=tiles)
+    attend = Attention(layout=layout, tuning=tuning)(batch)
     return attend(*(jnp.asarray(x[part]) for x in (q, k, v)), cache, None)
 
   mixed, mixed_cache = step(prefill, decode, slice(None), cache)
@@ -156,7 +169,6 @@ def test_paged_and_slots_give_the_same_bytes(case):
     layout = make_layout(kind)
     tables = make_tables(layout)
     cache = filled_cache(layout, tables, keys, values)
-    out = attend(layout, softmax_reduction, q, positions, tables, cache, block_size=12)
-    outs.append(np.asarray(out))
+    outs.append(attend_case(layout, tables, cache, q, positions, 12))
   valid = positions >= 0
   np.testing.assert_array_equal(outs[0][valid], outs[1][valid])

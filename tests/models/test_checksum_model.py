@@ -30,7 +30,7 @@ def test_tokens_are_those_of_core(kind, chunk):
   for row, prompt in PROMPTS.items():
     for start in range(0, len(prompt), chunk):
       part = prompt[start : start + chunk]
-      batch, places = prefill_batch(layout, tables, [(row, start, part)], num_tiles=8, tile=4)
+      batch, places = prefill_batch(layout, tables, [(row, start, part)], num_tokens=32)
       logits, cache = run(cache, batch, None)
     out[row] = [int(logits[places[-1]].argmax())]
   for step in range(9):
@@ -47,7 +47,7 @@ def test_every_layer_and_place_of_the_cache_counts():
   layout = make_layout(model, "slots")
   tables, run = make_tables(layout), make_pass(model, layout)
   prompt = PROMPTS[1]
-  batch, _ = prefill_batch(layout, tables, [(1, 0, prompt)], num_tiles=8, tile=4)
+  batch, _ = prefill_batch(layout, tables, [(1, 0, prompt)], num_tokens=32)
   _, cache = run(kv_cache.init_cache(layout), batch, None)
   decode = decode_batch(layout, tables, [(1, len(prompt), 7)], num_rows=1)
   want = checksum.generate([*prompt, 7], 1)[0]

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from models.model_passes import make_tables
 
+from pdjax.kernels.backends.xla import fetch_block
+from pdjax.kernels.write_pages import write_pages_reference
 from pdjax.models import kv_cache
 from pdjax.models.kv_cache import KVLayout
 
@@ -60,12 +62,11 @@ def test_written_tokens_are_fetched_and_padding_changes_nothing(kind):
   cache = random_cache(layout, 0)
   rng = np.random.default_rng(1)
   positions = np.stack([rng.permutation(layout.max_len)[:7] for _ in range(NUM_ROWS)])
-  positions[:, 3] = -1
-  outer, inner = kv_cache.locate(layout, tables, positions)
+  pages = np.take_along_axis(tables, positions // PAGE_SIZE, axis=1)
+  slots = pages * PAGE_SIZE + positions % PAGE_SIZE
+  slots[:, 3], positions[:, 3] = (-1, -5, layout.num_pages * PAGE_SIZE)[:NUM_ROWS], -1
   k, v = rng.standard_normal((2, positions.size, 2, 8)).astype(np.float32)
-  written = tuple(
-    kv_cache.write(layout, layer, outer.ravel(), inner.ravel(), k, v) for layer in cache
-  )
+  written = tuple(write_pages_reference(layer, k, v, slots.ravel()) for layer in cache)
   for row, table in enumerate(tables):
     expected = tokens_of(layout, cache, table)
     for i, position in enumerate(positions[row]):
@@ -75,20 +76,9 @@ def test_written_tokens_are_fetched_and_padding_changes_nothing(kind):
     np.testing.assert_array_equal(tokens_of(layout, written, table), expected)
     for start, size in ((0, 8), (4, 12), (16, 8), (0, layout.max_len)):
       for layer, layer_cache in enumerate(written):
-        block = kv_cache.fetch_block(layout, layer_cache, tables[row : row + 1], start, size)
+        block = fetch_block(layer_cache, tables[row : row + 1], start, size, PAGE_SIZE)
         for got, want in zip(block, expected[:, layer], strict=True):
           np.testing.assert_array_equal(got[0], want[:, start : start + size])
-
-
-@pytest.mark.parametrize("kind", ["slots", "paged"])
-def test_entries_of_num_pages_drop_writes(kind):
-  layout = make_layout(kind)
-  cache = random_cache(layout, 0)
-  empty = np.full((1, PAGES_PER_ROW), layout.num_pages, np.int32)
-  outer, inner = kv_cache.locate(layout, empty, np.arange(layout.max_len)[None])
-  ones = np.ones((layout.max_len, 2, 8), np.float32)
-  written = kv_cache.write(layout, cache[0], outer[0], inner[0], ones, ones)
-  jax.tree.map(np.testing.assert_array_equal, written, cache[0])
 
 
 @pytest.mark.parametrize("bucket", [1, 2, 4, 6])
@@ -129,8 +119,8 @@ def test_scatter_and_write_are_in_place_when_donated(kind):
   assert stats.temp_size_in_bytes < layout.num_bytes / 4
 
   places, token = jax.ShapeDtypeStruct((3,), jnp.int32), jax.ShapeDtypeStruct((3, 4, 64), "float32")
-  write = jax.jit(kv_cache.write, static_argnums=0, donate_argnums=1)
-  stats = write.lower(layout, cache[0], places, places, token, token).compile().memory_analysis()
+  write = jax.jit(write_pages_reference, donate_argnums=0)
+  stats = write.lower(cache[0], token, token, places).compile().memory_analysis()
   assert stats.alias_size_in_bytes == layout.num_bytes / 2
   assert stats.temp_size_in_bytes < layout.num_bytes / 100
 

@@ -165,7 +165,7 @@ class Runner:
   def prefill(self, ids, start=0):
     if start == 0:
       self.cache = kv_cache.init_cache(self.layout)
-    batch, places = prefill_batch(self.layout, self.tables, [(1, start, ids)], num_tiles=3, tile=16)
+    batch, places = prefill_batch(self.layout, self.tables, [(1, start, ids)], num_tokens=48)
     logits, self.cache = self.run(self.cache, batch, None)
     return np.asarray(logits)[places]
 

@@ -33,7 +33,7 @@ def test_logits_and_greedy_ids_are_the_golden_ones(smollm2, kind):
   layout = smollm2.layout(kind=kind, num_rows=3, page_size=16, pages_per_row=6, num_pages=18)
   tables, run = make_tables(layout), make_pass(smollm2, layout)
   pieces = [(rows[name], 0, case["prompt_ids"]) for name, case in CASES.items()]
-  batch, places = prefill_batch(layout, tables, pieces, num_tiles=4, tile=32)
+  batch, places = prefill_batch(layout, tables, pieces, num_tokens=128)
   with jax.default_matmul_precision("highest"):
     logits, cache = run(kv_cache.init_cache(layout), batch, None)
     last = np.cumsum([len(case["prompt_ids"]) for case in CASES.values()]) - 1

@@ -133,7 +133,7 @@ def test_the_noise_is_a_true_bound(model, tokenizer):
   """Two ways to the same logits, over a cache and without one, differ by less."""
   ids = tokenizer.encode(corpus_text())[:128]
   layout = model.layout(kind="slots", num_rows=1, page_size=128, pages_per_row=1, num_pages=1)
-  batch, places = prefill_batch(layout, make_tables(layout), [(0, 0, ids)], num_tiles=8, tile=16)
+  batch, places = prefill_batch(layout, make_tables(layout), [(0, 0, ids)], num_tokens=128)
   cached, _ = make_pass(model, layout)(kv_cache.init_cache(layout), batch, None)
 
   @jax.jit

@@ -41,7 +41,7 @@ def served_losses(model, rows):
   layout = model.layout(kind="slots", num_rows=1, page_size=256, pages_per_row=1, num_pages=1)
   tables, run, losses = make_tables(layout), make_pass(model, layout), []
   for ids in rows:
-    batch, places = prefill_batch(layout, tables, [(0, 0, ids[:-1])], num_tiles=4, tile=64)
+    batch, places = prefill_batch(layout, tables, [(0, 0, ids[:-1])], num_tokens=256)
     logits, _ = run(kv_cache.init_cache(layout), batch, None)
     logits = np.asarray(logits, np.float64)[places]
     losses.append(np.log(np.exp(logits).sum(-1)) - logits[np.arange(len(places)), ids[1:]])

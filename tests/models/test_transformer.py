@@ -9,11 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models.model_passes import decode_batch, make_pass, make_tables, prefill_batch, step_batch
+from models.model_passes import (
+  attention,
+  decode_batch,
+  make_pass,
+  make_tables,
+  prefill_batch,
+  step_batch,
+)
 
 from pdjax.core.model_config import TINY, ModelConfig
 from pdjax.models import kv_cache
-from pdjax.models.attention import make_attend
 from pdjax.models.transformer import from_arrays, merge, random_arrays
 
 SMALL = ModelConfig(
@@ -125,7 +131,7 @@ def in_chunks(model, ids, chunks, layout):
   cache, start, got = kv_cache.init_cache(layout), 0, []
   for size in chunks:
     piece = [(1, start, ids[start : start + size])]
-    batch, places = prefill_batch(layout, tables, piece, num_tiles=4, tile=8)
+    batch, places = prefill_batch(layout, tables, piece, num_tokens=32)
     logits, cache = run(cache, batch, None)
     got.append(np.asarray(logits)[places])
     start += size
@@ -145,13 +151,13 @@ def test_decode_after_prefill_and_mixed_steps_give_the_logits_of_one_pass(tiny, 
   layout = make_layout(tiny, kind)
   tables, run = make_tables(layout), make_pass(tiny, layout)
   ids, other = random_ids(TINY, 24), random_ids(TINY, 30, seed=1)
-  prefill, places = prefill_batch(layout, tables, [(2, 0, ids[:11])], num_tiles=4, tile=8)
+  prefill, places = prefill_batch(layout, tables, [(2, 0, ids[:11])], num_tokens=32)
   logits, cache = run(kv_cache.init_cache(layout), prefill, None)
   got, others = [np.asarray(logits)[places]], []
   for step in range(3):  # chunks of another row share these steps
     decode = decode_batch(layout, tables, [(2, 11 + step, ids[11 + step])], num_rows=2)
     piece = [(0, 10 * step, other[10 * step : 10 * step + 10])]
-    prefill, places = prefill_batch(layout, tables, piece, num_tiles=4, tile=8)
+    prefill, places = prefill_batch(layout, tables, piece, num_tokens=32)
     logits, cache = run(cache, prefill, decode)
     others.append(np.asarray(logits)[places])
     got.append(np.asarray(logits)[len(prefill.tokens) :][:1])
@@ -183,11 +189,11 @@ def test_layer_groups_compose(tiny):
   """embed, layers(0, 1), layers(1, L), unembed is one forward."""
   layout = make_layout(tiny)
   batch, _ = prefill_batch(
-    layout, make_tables(layout), [(0, 0, random_ids(TINY, 9))], num_tiles=2, tile=8
+    layout, make_tables(layout), [(0, 0, random_ids(TINY, 9))], num_tokens=16
   )
   batch = jax.tree.map(jnp.asarray, batch)
   llama = merge(TINY, tiny.params)
-  attend = make_attend(layout, tiny.reduction, batch)
+  attend = attention(layout)(batch)
   cache = kv_cache.init_cache(layout)
   whole, whole_cache = tiny.forward(tiny.params, batch.tokens, batch.positions, cache, attend)
   x = llama.embed(batch.tokens, batch.positions)
@@ -200,7 +206,7 @@ def test_layer_groups_compose(tiny):
 def test_a_step_updates_the_donated_cache_in_place(tiny):
   layout = make_layout(tiny, num_rows=8, pages_per_row=256, page_size=16)
   tables, step = make_tables(layout), make_pass(tiny, layout).step
-  prefill, _ = prefill_batch(layout, tables, [(0, 0, [1] * 9)], num_tiles=2, tile=8)
+  prefill, _ = prefill_batch(layout, tables, [(0, 0, [1] * 9)], num_tokens=16)
   decode = decode_batch(layout, tables, [(1, 0, 1)], num_rows=8)
   cache = jax.eval_shape(lambda: kv_cache.init_cache(layout))
   for batches in ((prefill, None), (None, decode), (prefill, decode)):

@@ -1,0 +1,28 @@
+"""One module for each way to run the kernels. All have the same functions; none is named in an API.
+
+    attend(q, pages, prefill, decode, *, page_size, window, soft_cap, scale, config)
+    write(pages, k, v, slots, *, config)
+    attend_fresh(q, k, v, slices, *, window, soft_cap, scale, config)   where K and V are contiguous
+    refuses(case, chip)     why it cannot serve a case, or None
+    default(case, chip)     a TileConfig that is safe there
+
+xla and the Pallas backends (triton, mosaic, tpu) have the first two; splash and tokamax the third.
+"""
+
+from __future__ import annotations
+
+import importlib
+import types
+
+from pdjax.kernels.tile_config import BACKENDS
+
+
+def backend(name: str) -> types.ModuleType:
+  """The module of a backend, imported when it is first asked for.
+
+  Raises:
+    ValueError: there is none of that name.
+  """
+  if name not in BACKENDS:
+    raise ValueError(f"backend={name!r} must be one of {', '.join(BACKENDS)}")
+  return importlib.import_module(f"pdjax.kernels.backends.{name}")
