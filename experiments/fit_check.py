@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.metadata
 import math
 import os
 import pathlib
@@ -31,7 +30,7 @@ from configs.targets import TARGETS
 from experiments.program import FLAGS, Progress, main
 from pdjax.core.model_config import ModelConfig
 from pdjax.core.names import pick
-from pdjax.engine.targets import Target, missing_packages
+from pdjax.engine.targets import Target, install_command, missing_packages
 from pdjax.scheduling.pages import PageConfig
 from pdjax.sim.hardware import Device
 
@@ -39,6 +38,7 @@ MEMORY_SHARE = 0.9  # as in pdjax.sim.roofline.num_pages
 TPU_DEPTHS = (2, 6)
 LAYOUTS = ("paged", "slots")
 DTYPES = ("bfloat16", "float32")
+ATTENTION = ("auto", "xla")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +60,7 @@ class Question:
   token_budget: int
   dtype: str
   layout: str
+  attention: str
   depths: tuple[int, int]  # the second is all layers, unless layers are extrapolated
 
   @property
@@ -105,9 +106,7 @@ def prepare() -> Question:
   model.check_split(FLAGS.tp)
   missing = missing_packages(target)
   if missing:
-    raise ImportError(
-      f"--hardware={FLAGS.hardware} needs its compiler: {_install_command(missing)}"
-    )
+    raise ImportError(f"--hardware={FLAGS.hardware} needs its compiler: {install_command(missing)}")
   question = Question(
     model=model,
     device=device,
@@ -120,6 +119,7 @@ def prepare() -> Question:
     token_budget=FLAGS.token_budget,
     dtype=FLAGS.dtype or ("float32" if target.platform == "cpu" else "bfloat16"),
     layout=FLAGS.layout,
+    attention=FLAGS.attention,
     depths=_depths(model, target),
   )
 
@@ -146,19 +146,6 @@ def _depths(model: ModelConfig, target: Target) -> tuple[int, int]:
   return TPU_DEPTHS
 
 
-def _install_command(packages: tuple[str, ...]) -> str:
-  """How to get them for the jax that is installed, without drivers and CUDA libraries."""
-  version = importlib.metadata.version("jax")
-  own = [x.split(";")[0].strip() for x in importlib.metadata.requires("jax") or ()]
-  wanted = [
-    next(
-      (f"'{x}'" for x in own if x.startswith(f"{name}==") and "[" not in x), f"{name}=={version}"
-    )
-    for name in packages
-  ]
-  return f"pip install --no-deps {' '.join(wanted)}"
-
-
 class Compiler:
   """Compiles the steps of one deployment with any number of pages (or rows), and remembers."""
 
@@ -179,6 +166,7 @@ class Compiler:
       dtype=q.dtype,
       layout=q.layout,
       token_budget=q.token_budget,
+      attention=q.attention,
     )
 
   def _compile_anew(self, depth: int, count: int, kinds: tuple[str, ...]):
@@ -348,5 +336,6 @@ if __name__ == "__main__":
   flags.DEFINE_integer("token_budget", 2048, "most tokens in a step")
   flags.DEFINE_enum("dtype", None, DTYPES, "of parameters and cache; default: float32 on cpu only")
   flags.DEFINE_enum("layout", "paged", LAYOUTS, "of the cache; in slots rows are counted")
+  flags.DEFINE_enum("attention", "auto", ATTENTION, "auto: the device's best kernels")
   flags.DEFINE_bool("full_depth", None, "compile all layers; default: not for TPUs")
   main(prepare, run)

@@ -153,7 +153,7 @@ class Deployment:
       ValueError: a mixed step of a pool with one row, which has none.
     """
     model = self._model()
-    steps = Steps(model, self._attention(pages))
+    steps = Steps(model, self.attention_of(pages))
     arguments = (model.params, *self._state(pages))
     return Needs(
       params_bytes=self.params_bytes(),
@@ -164,11 +164,12 @@ class Deployment:
   def _model(self) -> Model:
     return abstract_model(self.config, self.mesh, dtype=self.dtype)
 
-  def _attention(self, pages: PageConfig) -> Attention:
+  def attention_of(self, pages: PageConfig) -> Attention:
+    """How its steps attend, by which kernels."""
     return make_attention(self._model(), pages, self.mesh, self.layout, self.attention)
 
   def _state(self, pages: PageConfig):
-    return state_shapes(self._model(), self._attention(pages).layout, self.mesh)
+    return state_shapes(self._model(), self.attention_of(pages).layout, self.mesh)
 
   def _compile(self, steps: Steps, arguments, kind: str, pages: PageConfig) -> StepNeeds:
     buckets = default_buckets(pages, whole_budget=self.token_budget, chunk_budget=self.token_budget)

@@ -41,7 +41,7 @@ def state_shapes(model: Model, layout: KVLayout, mesh: jax.sharding.Mesh):
   cache = jax.eval_shape(lambda: kv_cache.init_cache(layout))
   last_token = jax.ShapeDtypeStruct((layout.num_rows,), jnp.int32)
   seen = jax.ShapeDtypeStruct((layout.num_rows, model.config.vocab_size), bool)
-  cache = jax.tree.map(lambda x: shape("N K P h", x), cache)
+  cache = jax.tree.map(lambda x: shape(layout.axes, x), cache)
   return cache, shape("B", last_token), shape("B V", seen)
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import importlib.util
+import re
+from collections.abc import Iterable
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +120,17 @@ _MODULES = {
 def missing_packages(target: Target) -> tuple[str, ...]:
   """Which packages compiling for `target` needs and this Python has not. Imports none of them."""
   return tuple(name for name in target.packages if not _is_installed(_MODULES[name]))
+
+
+def install_command(packages: Iterable[str]) -> str:
+  """How to get them for the jax that is installed, without drivers and CUDA libraries."""
+  exact = {}  # what jax asks for by an exact version that is not its own
+  for line in importlib.metadata.requires("jax") or ():
+    if match := re.match(r"([\w-]+)(==[^;\s]+)", line):
+      exact[match[1]] = f"'{match[0]}'"
+  version = importlib.metadata.version("jax")
+  wanted = (exact.get(name, f"{name}=={version}") for name in packages)
+  return f"pip install --no-deps {' '.join(wanted)}"
 
 
 def _is_installed(module: str) -> bool:

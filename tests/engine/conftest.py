@@ -43,10 +43,10 @@ def plain_logits(tiny):
   return logits
 
 
-def _tiny_engine(tiny, layout):
+def _tiny_engine(tiny, layout, attention="auto"):
   # Mixed steps of any budget in one shape; both pools on one device, which compiles decodes once.
   buckets = Buckets(prefill=(CAPACITY,), mixed=(CAPACITY,), rows=(ROWS,), pages=(PAGES_PER_ROW,))
-  return build(tiny, layout, buckets, cpus(1) * 2)
+  return build(tiny, layout, buckets, cpus(1) * 2, attention=attention)
 
 
 @pytest.fixture(scope="session")
@@ -57,6 +57,12 @@ def tiny_slots(tiny):
 @pytest.fixture(scope="session")
 def tiny_paged(tiny):
   return _tiny_engine(tiny, "paged")
+
+
+@pytest.fixture(scope="session", params=["slots", "paged"])
+def tiny_pallas(tiny, request):
+  """Attention and page writes by the Pallas kernels, interpreted."""
+  return _tiny_engine(tiny, request.param, "pallas")
 
 
 @pytest.fixture(params=["slots", "paged"])

@@ -39,7 +39,14 @@ class Engine:
   buckets: Buckets
 
 
-def build(model: Model, layout: str, buckets: Buckets, groups, pages: PageConfig | None = None):
+def build(
+  model: Model,
+  layout: str,
+  buckets: Buckets,
+  groups,
+  pages: PageConfig | None = None,
+  attention: str = "auto",
+):
   """An `Engine`; a donated buffer that XLA cannot use is an error."""
   pages = pages or PageConfig(
     num_rows=ROWS,
@@ -48,7 +55,7 @@ def build(model: Model, layout: str, buckets: Buckets, groups, pages: PageConfig
     num_pages=ROWS * PAGES_PER_ROW,
     contiguous=layout == "slots",
   )
-  executors = build_executors(model, pages, buckets, groups, layout=layout)
+  executors = build_executors(model, pages, buckets, groups, layout=layout, attention=attention)
   with warnings.catch_warnings():
     warnings.filterwarnings("error", message=".*donated.*")
     steps, copies = {"prefill", "decode", "mixed"}, {"gather", "scatter"}

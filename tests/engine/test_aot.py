@@ -313,6 +313,43 @@ def test_published_models_compile_for_a_gpu(model, tp):
   check_needs(shallow, deep, (2, 4), model, tp)
 
 
+@pytest.mark.aot
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("name", ["a100", "h100", "h200"])
+def test_the_steps_compile_for_a_gpu_with_its_kernels(name, tp):
+  """Every step in place, without a copy of any layer's cache; shared memory is what XLA checks."""
+  skip_without_wheels(name)
+  check_kernels(
+    name, tp, "mosaic" if name != "a100" and jax.__version_info__ >= (0, 11) else "triton"
+  )
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", ["tpu-v5e", "tpu-v6e"])
+def test_the_steps_compile_for_a_tpu_with_its_kernels(name):
+  skip_without_wheels(name)
+  check_kernels(name, 4, "tpu")
+
+
+def check_kernels(name, tp, backend):
+  deployment = Deployment(
+    config=dataclasses.replace(MODELS["llama3-8b"], num_layers=2),
+    mesh=aot.make_target_mesh(TARGETS[name], tp),
+    platform=TARGETS[name].platform,
+    dtype="bfloat16",
+    layout="paged",
+    token_budget=512,
+  )
+  pages = PageConfig(num_rows=64, page_size=16, pages_per_row=512, num_pages=16384)
+  tuning = deployment.attention_of(pages).tuning
+  assert {tuning.prefill.backend, tuning.decode.backend, tuning.mixed.backend} == {backend}
+  needs = deployment.needs(pages)
+  layer_bytes = needs.cache_bytes / 2  # K and V of one layer
+  for step in needs.steps:
+    assert needs.is_updated_in_place(step)
+    assert step.temporary_bytes < 0.5 * layer_bytes + 8 * 64 * 128256 * 4 / tp
+
+
 @pytest.mark.slow
 def test_a_published_model_compiles_for_a_tpu():
   skip_without_wheels("tpu-v5e")

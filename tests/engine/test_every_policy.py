@@ -71,6 +71,15 @@ def test_in_pages(tiny_paged, requests, alone, strategy, memory):
     assert tokens_of(log) == alone
 
 
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+def test_by_pallas_kernels(tiny_pallas, requests, alone, strategy):
+  tuning = tiny_pallas.steps.attention.tuning
+  kernels = (tuning.prefill, tuning.decode, tuning.mixed, tuning.write)
+  assert {(config.backend, config.interpret) for config in kernels} == {("triton", True)}
+  cluster = make_cluster(tiny_pallas, strategy, budget=24)
+  assert tokens_of(serve_all(cluster, requests, steps_in_flight=2)) == alone
+
+
 def test_the_cases_are_what_they_say(tiny_paged, requests):
   """Preemptions, hits and swaps do happen under chunked prefill."""
 

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import pytest
 
 from configs.targets import TARGETS
-from experiments.fit_check import MEMORY_SHARE, Question, _install_command, run
+from experiments.fit_check import MEMORY_SHARE, Question, run
 from pdjax.core.model_config import TINY
 from pdjax.engine import aot
 from pdjax.engine import steps as steps_module
 from pdjax.engine.mesh import make_mesh
-from pdjax.engine.targets import missing_packages
+from pdjax.engine.targets import install_command, missing_packages
 from pdjax.models.sampling import Sampled
 from pdjax.sim.hardware import Device
 
@@ -54,6 +54,7 @@ def question(*, memory_bytes: float, asked: int | None, layout="paged", tp=2) ->
     asked=asked,
     token_budget=16,
     dtype="float32",
+    attention="auto",
     layout=layout,
     depths=(2, 1),
   )
@@ -214,7 +215,7 @@ def test_more_devices_than_there_are_are_refused():
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["h200", "tpu-v5e"])
 def test_the_command_that_gets_a_compiler_names_exact_versions(name):
-  command = _install_command(TARGETS[name].packages)
+  command = install_command(TARGETS[name].packages)
   assert command.startswith("pip install --no-deps ")
   for package in TARGETS[name].packages:
     assert re.search(rf"[ ']{package}==\d+\.\d+\.", command)
@@ -229,7 +230,7 @@ def test_a_missing_compiler_is_refused_with_the_command(name):
   if not packages:
     pytest.skip("the compiler is installed")
   done = start("--model=llama3-8b", f"--hardware={name}")
-  check_refused(done, [f"--hardware={name}", _install_command(packages)])
+  check_refused(done, [f"--hardware={name}", install_command(packages)])
 
 
 def test_a_folder_with_a_config_json_is_a_model(tmp_path):

@@ -90,9 +90,8 @@ def make_layout(model, kind="slots", num_rows=3, pages_per_row=8, page_size=8):
 
 def one_pass(model, ids, layout=None):
   layout = layout or make_layout(model)
-  tile = 16
   batch, places = prefill_batch(
-    layout, make_tables(layout), [(1, 0, ids)], num_tiles=layout.max_len // tile, tile=tile
+    layout, make_tables(layout), [(1, 0, ids)], num_tokens=layout.max_len
   )
   logits, _ = make_pass(model, layout)(kv_cache.init_cache(layout), batch, None)
   return np.asarray(logits)[places]

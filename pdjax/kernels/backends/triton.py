@@ -1,4 +1,4 @@
-"""Attention and page writes in Pallas on the Triton path: the portable baseline for sm_80 and newer.
+"""Attention and page writes in Pallas on the Triton path: the baseline for sm_80 and newer.
 
 The same kernels run in interpret mode on any platform. Upstream has deprecated this path, so all of
 it is in this file.
@@ -11,8 +11,8 @@ parts of decodes' contexts (flash decoding), for each kv head; which kinds there
     writes          the output, in q's place         (o, m, l); `_merge` reduces them
 
 Softmax is online and in base 2 (FlashAttention 2, 3.1). Masked lanes load nothing, so neither NaN
-nor a page out of range can come in; lanes that may not store are given a place past the end, since
-interpret mode writes back what it read there.
+nor a page out of range can come in. No two lanes of a store have the same place, masked ones
+included: interpret mode writes back what it read there.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class _Chunks(NamedTuple):
 
 
 class _Parts(NamedTuple):
-  """The contexts of decodes in parts of `split`, those of a row side by side."""
+  """The contexts of decodes in parts, those of a row side by side."""
 
   owners: jax.Array  # [n] the row of each part, or B
   firsts: jax.Array  # [n] its first key
-  split: jax.Array  # [1] keys in a part
+  sizes: jax.Array  # [B] keys in each part of a row but its last
   begins: jax.Array  # [B] the first part of each row
   counts: jax.Array  # [B] its parts
   slices: Slices
@@ -87,21 +87,32 @@ def refuses(case: Case, chip: Chip) -> str | None:
 
 
 def default(case: Case, chip: Chip) -> TileConfig:
-  """Tiles whose keys and values fit the shared memory of any GPU since sm_80, about 163 KB."""
-  width_bytes = case.head_dim * (4 if "float32" in (case.dtype, case.cache_dtype) else 2)
+  """Tiles that fit the shared memory and, but for float32, the registers of sm_80 and sm_90.
+
+  Read from what the compiler says for the shapes of Llama-3-8B; not measured on a GPU.
+  """
+  if chip.platform == "cpu":  # interpreted: few programs with few turns
+    return TileConfig(backend="triton", block_q=64, block_k=64, min_split_tokens=64)
+  is_float32 = "float32" in (case.dtype, case.cache_dtype)  # no tensor cores: see `_dot`
+  is_wide = case.head_dim > 128
   programs = 4 * (chip.num_cores or 108)
   if case.kernel in ("decode", "write"):
-    block_k = 64 if width_bytes <= 512 else 32
-    return TileConfig(
-      backend="triton", block_k=block_k, num_stages=2, num_warps=4, programs=programs
-    )
-  small = width_bytes > 256
+    block_k = 32 if is_float32 and is_wide else 64
+    return TileConfig(backend="triton", block_k=block_k, programs=programs)
+  if is_float32:
+    block_q, block_k, num_stages, num_warps = 64, 16, 2, 8
+  elif (chip.compute_capability or 8) < 9:  # accumulators of its dots take more registers
+    block_q, block_k, num_stages, num_warps = (64, 32, 2, 8) if is_wide else (128, 64, 2, 8)
+  elif is_wide:
+    block_q, block_k, num_stages, num_warps = 128, 32, 2, 8
+  else:
+    block_q, block_k, num_stages, num_warps = 128, 64, 3, 8 if case.head_dim > 64 else 4
   return TileConfig(
     backend="triton",
-    block_q=64 if small else 128,
-    block_k=32 if small else 64,
-    num_stages=2,
-    num_warps=4 if small or case.head_dim <= 64 else 8,
+    block_q=block_q,
+    block_k=block_k,
+    num_stages=num_stages,
+    num_warps=num_warps,
     programs=programs,
   )
 
@@ -127,6 +138,8 @@ def attend(
   """
   num_tokens, num_heads, head_dim = q.shape
   _, num_kv_heads, *_ = pages[0].shape
+  if 2**31 < pages[0].nbytes <= 2**32 and pages[0].itemsize == 1:
+    raise ValueError(f"int8 pages {pages[0].shape}: offsets of 2**31 to 2**32 overflow in Triton")
   tile_tokens = config.tile_tokens(num_heads // num_kv_heads)
   chunks = parts = None
   if prefill is not None:
@@ -174,27 +187,29 @@ def _params(config: TileConfig) -> pltriton.CompilerParams:
 def _cut_contexts(
   decode: Slices, num_kv_heads: int, page_size: int, window: int | None, config: TileConfig
 ) -> _Parts:
-  """Parts of equal size, so many that all kv heads together make about `config.programs`."""
+  """Cuts each context into equal parts: over all kv heads about `config.programs` programs."""
   num_rows, pages_per_row = decode.tables.shape
-  block_k = config.block_k
+  block_k, least = config.block_k, config.min_split_tokens
   ends = jnp.where(decode.lengths > 0, decode.offsets + 1, 0)
   begins = jnp.zeros_like(ends) if window is None else jnp.maximum(ends - window, 0)
   begins = begins // block_k * block_k
-  # At least N K / programs keys in each, so at most programs / K + B parts in all.
+  lengths = ends - begins
+  # A row's share x of the programs of a head, rounded, but at least 1: so below x + 1, and below
+  # `per_head` + B in all.
   per_head = max(1, config.programs // num_kv_heads)
-  split = jnp.maximum(-(-(ends - begins).sum() // per_head), config.min_split_tokens)
-  split = -(-split // block_k) * block_k
-  least = -(-config.min_split_tokens // block_k) * block_k
-  most_each = -(-pages_per_row * page_size // least)
-  counts = -(-(ends - begins) // split)
+  total = jnp.maximum(lengths.sum(), 1)
+  shares = (2 * per_head * lengths + total) // (2 * total)
+  shares = jnp.maximum(jnp.minimum(shares, lengths // least), 1)
+  sizes = -(-lengths // (shares * block_k)) * block_k
+  counts = -(-lengths // jnp.maximum(sizes, 1))
   last = jnp.cumsum(counts)
+  most_each = max(1, pages_per_row * page_size // least)
   parts = jnp.arange(min(num_rows * most_each, num_rows + per_head - 1), dtype=jnp.int32)
-  owners = (parts[:, None] >= last).sum(1, dtype=jnp.int32)
+  owners = (parts[:, None] >= last).sum(1)
   row = jnp.minimum(owners, num_rows - 1)
-  firsts = begins[row] + (parts - (last - counts)[row]) * split
-  return _Parts(*(
-    x.astype(jnp.int32) for x in (owners, firsts, split[None], last - counts, counts)
-  ), decode)
+  firsts = begins[row] + (parts - (last - counts)[row]) * sizes[row]
+  columns = (owners, firsts, sizes, last - counts, counts)
+  return _Parts(*(x.astype(jnp.int32) for x in columns), decode)
 
 
 def _attend_kernel(q_ref, pages, chunks, parts, out_ref, *partials, shape: _Shape, config):
@@ -238,14 +253,13 @@ def _attend_kernel(q_ref, pages, chunks, parts, out_ref, *partials, shape: _Shap
       o, m, l = _attend_keys(
         _load_rows(q_ref, starts[b] + token, head, own),
         pages, tables, b, kv_head, position,
-        begin, jnp.minimum(position + 1, first + parts.split[0]), shape, config,
+        begin, jnp.minimum(position + 1, first + parts.sizes[b]), shape, config,
       )  # fmt: skip
       if shape.is_split:
         o_ref, m_ref, l_ref = partials
         _store_rows(o_ref, index + token, head, own, o)
-        place = (jnp.where(own, index, m_ref.shape[0]), head)
-        pltriton.store(m_ref.at[place], m, mask=own)
-        pltriton.store(l_ref.at[place], l, mask=own)
+        pltriton.store(m_ref.at[index + token, head], m, mask=own)
+        pltriton.store(l_ref.at[index + token, head], l, mask=own)
       else:
         _store_rows(out_ref, starts[b] + token, head, own, _normalised(o, m, l))
 
@@ -338,10 +352,8 @@ def _load_rows(ref, token, head, own):
 
 
 def _store_rows(ref, token, head, own, value):
-  num_tokens, _, head_dim = ref.shape
-  token = jnp.where(own, token, num_tokens)[:, None]
-  dim = jnp.arange(head_dim, dtype=jnp.int32)[None, :]
-  where = ref.at[token, head[:, None], dim]
+  dim = jnp.arange(ref.shape[-1], dtype=jnp.int32)[None, :]
+  where = ref.at[token[:, None], head[:, None], dim]
   pltriton.store(where, value.astype(ref.dtype), mask=own[:, None])
 
 
@@ -354,7 +366,7 @@ def _merge_kernel(_, partials, parts, out_ref):
   """The parts of one row and one head into the output (FlashDecoding's reduction)."""
   b, head = pl.program_id(0), pl.program_id(1)
   o_ref, m_ref, l_ref = partials
-  num_parts, _, head_dim = o_ref.shape
+  _, _, head_dim = o_ref.shape
   lane = jnp.arange(_MERGED_PARTS, dtype=jnp.int32)
   dim = jnp.arange(head_dim, dtype=jnp.int32)
   begin, count = parts.begins[b], parts.counts[b]
@@ -365,9 +377,7 @@ def _merge_kernel(_, partials, parts, out_ref):
     part = begin + i * _MERGED_PARTS + lane
     part_m = pltriton.load(m_ref.at[part, head], mask=own, other=_LOWEST)
     part_l = pltriton.load(l_ref.at[part, head], mask=own, other=0)
-    part_o = pltriton.load(
-      o_ref.at[part[:, None], head, dim[None, :]], mask=own[:, None], other=0
-    )
+    part_o = pltriton.load(o_ref.at[part[:, None], head, dim[None, :]], mask=own[:, None], other=0)
     new_m = jnp.maximum(m, part_m.max())
     shrink, weight = jnp.exp2(m - new_m), jnp.exp2(part_m - new_m)
     o = o * shrink + (part_o * weight[:, None]).sum(axis=0)
@@ -375,8 +385,7 @@ def _merge_kernel(_, partials, parts, out_ref):
 
   start = jnp.zeros(head_dim, jnp.float32), jnp.float32(_LOWEST), jnp.float32(0)
   o, _, l = lax.fori_loop(0, pl.cdiv(count, _MERGED_PARTS), some, start)
-  token = jnp.where(count > 0, parts.slices.starts[b], out_ref.shape[0])
-  where = out_ref.at[jnp.broadcast_to(token, dim.shape), head, dim]
+  where = out_ref.at[jnp.broadcast_to(parts.slices.starts[b], dim.shape), head, dim]
   value = (o / jnp.where(l > 0, l, 1)).astype(out_ref.dtype)
   pltriton.store(where, value, mask=jnp.broadcast_to(count > 0, dim.shape))
 
