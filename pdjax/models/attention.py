@@ -91,6 +91,9 @@ class Attention:
       return run(q, pages, batch.prefill, batch.decode, **options, **config), pages
     if batch.fresh is not None:
       run = backend(tuning.fresh.backend).attend_fresh
+      # Libraries multiply what they mask by 0: a request that went wrong would take others along.
+      # Its own keys still do.
+      v = jnp.where(jnp.isfinite(v), v, 0)
       more = dict(soft_cap=None, scale=head_dim**-0.5, config=tuning.fresh)
       return run(q, k, v, batch.fresh, window=window, **more), pages
     if batch.decode is None:

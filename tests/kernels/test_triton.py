@@ -245,6 +245,7 @@ GPU_CASES = {
 }
 
 
+@pytest.mark.aot
 @pytest.mark.parametrize("name", GPU_CASES)
 def test_defaults_fit_gpus_and_copy_no_cache(mesh, name):
   case = GPU_CASES[name]
@@ -274,6 +275,7 @@ def test_defaults_fit_gpus_and_copy_no_cache(mesh, name):
   assert attends == (1 if case.kernel == "prefill" else 2)  # the second merges parts
 
 
+@pytest.mark.aot
 def test_writes_are_in_place_on_gpus(mesh):
   pages = (struct(4096, 8, 16, 128, dtype="bfloat16"),) * 2
   new = struct(512, 8, 128, dtype="bfloat16")
@@ -285,6 +287,7 @@ def test_writes_are_in_place_on_gpus(mesh):
   assert memory.temp_size_in_bytes == 0
 
 
+@pytest.mark.aot
 def test_equal_layers_are_lowered_once(mesh):
   case = case_of("mixed")
   config = triton.default(case, chip_of(mesh.devices.flat[0]))
