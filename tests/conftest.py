@@ -8,8 +8,8 @@ import pytest
 # Eight devices: pools that hand over, and models split over up to eight. JAX reads it at its first
 # use, whichever test comes first.
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
-# Also where a GPU is or its compiler is installed: a topology of absent devices can be had only in a
-# process that is restricted to the CPU before its first use of JAX.
+# Also where a GPU is or its compiler is installed: a topology of absent devices can be had only in
+# a process that is restricted to the CPU before its first use of JAX.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
