@@ -190,7 +190,7 @@ def weight_matmuls_s(model, num_rows: int) -> float:
 class _NoDevice:
   """Builds the arrays of every step as the engine does, and gives a token at once."""
 
-  vocab_size = None
+  vocab_size = page_shape = None
 
   def __init__(self, pages: PageConfig, buckets, vocab_size: int):
     from pdjax.engine.batch import RowState, step_inputs

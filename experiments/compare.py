@@ -1,20 +1,24 @@
 """THE MAIN JOB: one workload under several strategies with the same number of devices.
 
     python -m experiments.compare [--config=configs/quickstart.py] [--set a.b=c ...]
-      [--strategies=continuous,chunked,disaggregated] [--backend=jax|sim] [--out=DIR]
+      [--strategies=continuous,chunked,disaggregated] [--pools=2xprefill:tp2,1xdecode:tp4]
+      [--backend=jax|sim] [--out=DIR]
 
 Prints a table, the interference and a verdict, and under it the same strategies simulated for
-Llama-3-8B with as many pools of an A100 each (or --hardware). Writes summary.json, events.jsonl,
-timeline.json (open it in Perfetto) and pictures. Exit status 1: different tokens, or nothing
-finished; 2: wrong input; 130: interrupted, with what was measured until then.
+Llama-3-8B with as many pools of an A100 each (or --hardware), or with --pools as many devices.
+Writes summary.json, events.jsonl, timeline.json (open it in Perfetto) and pictures. Exit status 1:
+different tokens, or nothing finished; 2: wrong input; 130: interrupted, with what was measured
+until then.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 from absl import flags
 
+from configs.models import MODELS
 from experiments.program import (
   FLAGS,
   ROOT,
@@ -35,6 +39,7 @@ from experiments.serving import (
   write_results,
   write_summary,
 )
+from experiments.worlds import pools_of
 from pdjax.config import ExperimentConfig, load_config
 from pdjax.metrics.latency import outcomes
 
@@ -49,20 +54,39 @@ def prepare() -> tuple[Checked, Checked | None]:
 def check_with_twin(config: ExperimentConfig, program: str) -> tuple[Checked, Checked | None]:
   """The experiment, and its simulated twin where it runs on the engine."""
   out = out_folder(program)
-  twin = None
-  if config.backend == "jax":
+  twin, without = None, why_no_twin(config)
+  if config.backend == "jax" and without is None:
     simulated = load_config(ROOT / SIMULATED)
+    alike = dict(num_devices=config.num_devices // config.tp)
+    if config.pools is not None:  # they say how many devices each has
+      alike = dict(pools=config.pools, num_devices=config.num_devices, tp=config.tp)
     simulated = dataclasses.replace(
       simulated,
       hardware=FLAGS.hardware or simulated.hardware,
       strategies=config.strategies,
-      num_devices=config.num_devices // config.tp,
+      **alike,
     )
     if FLAGS.workload is not None:
       workload = named_workload(simulated.workload, FLAGS.workload)
       simulated = dataclasses.replace(simulated, workload=workload)
     twin = check(simulated, out)
-  return check(config, out), twin
+  checked = check(config, out)
+  if config.backend == "jax" and without is not None:
+    print(f"not simulated as well: {without}", file=sys.stderr)
+  return checked, twin
+
+
+def why_no_twin(config: ExperimentConfig) -> str | None:
+  """Why the simulated model cannot be served by the pools of `config`, or None."""
+  if config.pools is None:
+    return None
+  model = MODELS[load_config(ROOT / SIMULATED).model]
+  try:
+    for spec in pools_of(config):
+      model.check_split(len(spec.devices))
+  except ValueError as error:
+    return str(error)
+  return None
 
 
 def _split(names: str) -> tuple[str, ...]:

@@ -177,10 +177,11 @@ class Compiler:
     self._progress.done(f"{text}: {time.perf_counter() - start_s:.0f} s")
     return needs
 
-  def needs(self, count: int, kinds: tuple[str, ...]):
-    """What the steps need. Raises `TooLarge` where the compiler does."""
-    if self._question.pages(count).num_rows == 1:  # has no room for a chunk and a decode
-      kinds = tuple(kind for kind in kinds if kind != "mixed") or ("prefill",)
+  def needs(self, count: int, kind: str | None = None):
+    """What its steps need, or the one of a kind. Raises `TooLarge` where the compiler does."""
+    kinds = self.deployment().kinds(self._question.pages(count))
+    if kind is not None:
+      kinds = (kind if kind in kinds else "prefill",)  # of one row nothing is mixed
     low, high = self._question.depths
     deep = self._compile(high, count, kinds)
     if high == self._question.model.num_layers:
@@ -196,7 +197,7 @@ class Compiler:
 
 
 def run(question: Question) -> int:
-  from pdjax.engine.aot import KINDS, TooLarge, largest_fit
+  from pdjax.engine.aot import TooLarge, largest_fit
 
   q = question
   compiler = Compiler(q, Progress())
@@ -214,7 +215,7 @@ def run(question: Question) -> int:
   first = min(q.asked or room, room)
   while True:
     try:
-      needs = compiler.needs(first, KINDS)
+      needs = compiler.needs(first)
       break
     except TooLarge:
       if first == 1:
@@ -228,7 +229,7 @@ def run(question: Question) -> int:
 
   def needed_bytes(count: int) -> int | None:
     try:
-      return (needs if count == first else compiler.needs(count, (kind,))).total_bytes
+      return (needs if count == first else compiler.needs(count, kind)).total_bytes
     except TooLarge:
       return None
 
@@ -238,7 +239,7 @@ def run(question: Question) -> int:
   print()
   slope = bytes_each
   if largest is not None and largest != first:
-    other = compiler.needs(largest, (kind,))
+    other = compiler.needs(largest, kind)
     slope = max(slope, (other.total_bytes - needs.total_bytes) / (largest - first))
     _print_growth(q, first, needs, largest, other)
   if q.asked is not None:

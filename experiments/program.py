@@ -16,7 +16,15 @@ from typing import TypeVar
 from absl import app, flags, logging
 
 from configs.workloads import WORKLOADS
-from pdjax.config import ExperimentConfig, WorkloadConfig, load_config, override
+from pdjax.config import (
+  POOLS_FORM,
+  ExperimentConfig,
+  WorkloadConfig,
+  load_config,
+  num_devices_of,
+  override,
+  parse_pools,
+)
 from pdjax.core.names import pick
 from pdjax.sources import SourceError
 
@@ -41,6 +49,7 @@ def define_flags(default_config: str) -> None:
     "a recorded workload, plain or .gz: CSV with arrival_s,prompt_tokens,output_tokens, or the "
     "files of Azure, Mooncake, Vidur and Sarathi as published",
   )
+  flags.DEFINE_string("pools", None, f"a strategy of pools that differ: {POOLS_FORM}")
   flags.DEFINE_string("backend", None, "jax: serve here; sim: simulate")
   flags.DEFINE_string("attention", None, "auto: the device's best kernels; xla; pallas")
   flags.DEFINE_bool("check_weights", None, "refuse weights that are NaN or infinite")
@@ -52,6 +61,9 @@ def config_from_flags(**changes) -> ExperimentConfig:
   for name in ("model", "hardware", "backend", "attention", "check_weights"):
     if getattr(FLAGS, name) is not None:
       changes[name] = getattr(FLAGS, name)
+  if FLAGS.pools is not None:
+    num_devices = num_devices_of(parse_pools(FLAGS.pools))
+    changes |= {"pools": FLAGS.pools, "num_devices": num_devices}
   if FLAGS.trace is not None:
     if FLAGS.workload is not None:
       raise ValueError(f"--trace={FLAGS.trace} and --workload={FLAGS.workload}: give one of them")

@@ -1,12 +1,15 @@
 """One strategy, on the engine or in simulation, with the report and files of `compare`.
 
     python -m experiments.run [--strategy=chunked] [--config=...] [--backend=jax|sim] [--set a.b=c]
+    python -m experiments.run --pools=2xprefill:tp2,1xdecode:tp4 [...]
     python -m experiments.run --list
 
 `--backend=sim` imports no jax and starts at once. `--list` names what can be named.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 from absl import flags
 
@@ -20,7 +23,15 @@ from pdjax.config import STRATEGIES
 def prepare() -> tuple[Checked, Checked | None] | None:
   if FLAGS.list:
     return None
-  return check_with_twin(config_from_flags(strategies=(FLAGS.strategy,)), "run")
+  strategy, pools = FLAGS.strategy, FLAGS.pools
+  if pools is not None and strategy is not None:
+    raise ValueError(f"--pools={pools} and --strategy={strategy}: give one of them")
+  config = config_from_flags(strategies=(strategy or "chunked",) if pools is None else ())
+  if config.pools is not None and strategy is None:
+    config = dataclasses.replace(config, strategies=())
+  elif config.pools is not None:
+    config = dataclasses.replace(config, pools=None)
+  return check_with_twin(config, "run")
 
 
 def run_or_list(prepared: tuple[Checked, Checked | None] | None) -> int:
@@ -32,7 +43,7 @@ def run_or_list(prepared: tuple[Checked, Checked | None] | None) -> int:
 
 if __name__ == "__main__":
   define_flags("configs/quickstart.py")
-  flags.DEFINE_string("strategy", "chunked", f"one of {', '.join(STRATEGIES)}")
+  flags.DEFINE_string("strategy", None, f"chunked (default), or of {', '.join(STRATEGIES)}")
   flags.DEFINE_bool(
     "list", False, "name strategies, policies, routers, workloads, models, hardware; run nothing"
   )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import os
@@ -17,10 +18,10 @@ import numpy as np
 from configs.hardware import HARDWARE, link
 from experiments.program import Progress, whole_file
 from experiments.traffic import Traffic, read_traffic
-from experiments.worlds import World, make_world
+from experiments.worlds import World, make_world, typical_pools
 from pdjax.analysis.capacity import capacity_rps, derive_slo
 from pdjax.analysis.verdict import StrategyRun, analyse, interference_line, verdict
-from pdjax.config import STRATEGIES, ExperimentConfig
+from pdjax.config import ExperimentConfig
 from pdjax.core.events import EventLog, Step, write_events
 from pdjax.core.names import pick
 from pdjax.core.plain import to_plain
@@ -30,13 +31,17 @@ from pdjax.metrics.goodput import Slo, achieved_rate_rps
 from pdjax.metrics.latency import enough
 from pdjax.metrics.timeline import write_chrome_trace
 from pdjax.metrics.utilisation import span_s
+from pdjax.serving.executor import Nowhere
 from pdjax.serving.loop import Inbox, serve
 from pdjax.workloads import make_requests
 from pdjax.workloads.arrivals import ARRIVALS, Recorded
 from pdjax.workloads.prompts import corpus_source
 from pdjax.workloads.traces import TraceRow
 
-TIE_MARGIN = 1e-3  # logits: float32 sums in another order may differ by so much
+# Logits of sums in another order may differ by so much, by the bytes of a value. In bfloat16 the
+# tiny model's did by 0.1, one token's against another's (230 tokens whole and in chunks of 48, jax
+# 0.10 on CPU); deeper models add up more.
+TIE_MARGINS = {4: 1e-3, 2: 0.5}
 MOST_STEPS_SHOWN = 1000  # in the picture of a timeline; more are a smear
 
 
@@ -84,11 +89,11 @@ def check(config: ExperimentConfig, out: pathlib.Path) -> Checked:
   # Over its life a decode sees its prompt and on average half of its output.
   context = round(statistics.fmean(prompts) + statistics.fmean(outputs) / 2)
   world = make_world(config, longest, context)
-  for strategy in config.strategies:
+  for strategy in config.strategy_names:
     # The scheduler alone knows what it can hold; it needs no device for that.
     try:
-      specs = STRATEGIES[strategy](config.num_devices, config.tp)
-      cluster = make_cluster(specs, config.scheduler, world.pages, lambda devices: _Nowhere())
+      specs = config.pools_of(strategy)
+      cluster = make_cluster(specs, config.scheduler, world.pages_of, lambda devices: Nowhere())
     except ValueError as error:
       raise ValueError(f"strategy {strategy} cannot run: {error}") from error
     for row in trace.rows if trace else [TraceRow(0.0, *longest, line=0)]:
@@ -110,10 +115,6 @@ def check(config: ExperimentConfig, out: pathlib.Path) -> Checked:
   return Checked(config=config, out=out, world=world, traffic=traffic)
 
 
-class _Nowhere:
-  vocab_size = None
-
-
 # The run ------------------------------------------------------------------------------------------
 
 
@@ -133,7 +134,7 @@ def run_experiment(checked: Checked, progress: Progress) -> Experiment:
   capacity = capacity_rps(
     world.together,
     sample,
-    num_pools=config.num_devices // config.tp,
+    **_num_pools(config),
     num_rows=max(1, min(pages.num_rows, fitting)),
   )
   blocks = None
@@ -179,7 +180,7 @@ def run_experiment(checked: Checked, progress: Progress) -> Experiment:
        if rate_rps else "arrivals of the trace, ")
     + f"SLOs TTFT {slo.ttft_s:.3g} s and TPOT {slo.tpot_s:.3g} s"
   )  # fmt: skip
-  for strategy in config.strategies:
+  for strategy in config.strategy_names:
     log = EventLog()
     try:
       _serve(experiment, strategy, log, progress)
@@ -192,10 +193,22 @@ def run_experiment(checked: Checked, progress: Progress) -> Experiment:
   return experiment
 
 
+def _num_pools(config: ExperimentConfig) -> dict[str, int]:
+  """For the capacity: that of mixed pools bounds all strategies that have the same ones."""
+  if config.strategies:
+    return {"num_pools": config.num_devices // config.tp}
+  roles = collections.Counter(spec.role for spec in typical_pools(config))
+  return {
+    "num_pools": roles["mixed"],
+    "num_prefill_pools": roles["prefill"],
+    "num_decode_pools": roles["decode"],
+  }
+
+
 def _serve(experiment: Experiment, strategy: str, log: EventLog, progress: Progress) -> None:
   world, config = experiment.world, experiment.config
-  specs = STRATEGIES[strategy](config.num_devices, config.tp)
-  cluster = make_cluster(specs, config.scheduler, world.pages, world.executor, world.step_time)
+  specs = config.pools_of(strategy)
+  cluster = make_cluster(specs, config.scheduler, world.pages_of, world.executor, world.step_time)
   num_ended = num_tokens = 0
   clock = world.clock()
   now_s = 0.0
@@ -230,10 +243,11 @@ class Difference:
   strategies: tuple[str, str]
   token_ids: tuple[int | None, int | None]  # None: it had ended
   margin: float | None  # between the two likeliest tokens there, in logits; None: not known
+  tie_margin: float  # below which either may come first
 
   @property
   def is_tie(self) -> bool:
-    return self.margin is not None and self.margin < TIE_MARGIN
+    return self.margin is not None and self.margin < self.tie_margin
 
   def __str__(self) -> str:
     margin = "unknown" if self.margin is None else f"{self.margin:.2g}"
@@ -275,6 +289,7 @@ def compare_tokens(experiment: Experiment) -> tuple[int, list[Difference]]:
           strategies=(runs[0].name, run.name),
           token_ids=tuple(s[position] if position < len(s) else None for s in (streams[0], stream)),
           margin=margin,
+          tie_margin=TIE_MARGINS[experiment.world.bytes_per_value],
         )
       )
   return num_compared, differences

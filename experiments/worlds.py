@@ -7,13 +7,13 @@ import gc
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from configs.hardware import HARDWARE, link
 from configs.models import MODELS
 from pdjax.analysis.capacity import StepTimes, measure, probe_points
-from pdjax.config import STRATEGIES, ExperimentConfig, PoolSpec, device_groups
+from pdjax.config import ExperimentConfig, PoolSpec
 from pdjax.core.clock import Clock, VirtualClock, WallClock
 from pdjax.core.costs import StepCounts, count_plan
 from pdjax.core.model_config import ModelConfig
@@ -23,7 +23,7 @@ from pdjax.deployment import largest_budgets, make_pages, uses_of
 from pdjax.llm import open_model
 from pdjax.scheduling.pages import PageConfig
 from pdjax.scheduling.scheduler import StepTime
-from pdjax.serving.executor import Executor
+from pdjax.serving.executor import Executor, PageShape
 from pdjax.serving.step_time import FittedStepTime
 from pdjax.sim.hardware import Device
 from pdjax.sim.roofline import Roofline, num_pages
@@ -36,7 +36,8 @@ ENGINE_MODELS = ("tiny", *WHEEL_FILES)
 
 class World(Protocol):
   """A place to serve. `alone` are step times of one pool while the others idle (targets come from
-  them), `together` those while all are busy (capacity comes from them).
+  them), `together` those while all are busy (capacity comes from them): of `typical_pools`, whose
+  memory is `pages`.
   """
 
   label: str
@@ -61,6 +62,8 @@ class World(Protocol):
     """What the requests say; None where words make no difference."""
     ...
 
+  def pages_of(self, devices: tuple[int, ...]) -> PageConfig: ...
+
   def executor(self, devices: tuple[int, ...]) -> Executor: ...
 
   def clock(self) -> Clock: ...
@@ -72,11 +75,21 @@ class World(Protocol):
   def top2_margin(self, token_ids: Sequence[int]) -> float | None: ...
 
 
-def pools_of(config: ExperimentConfig) -> list[PoolSpec]:
-  """The pools of all strategies of an experiment, which take turns on the same devices."""
-  return [
-    spec for name in config.strategies for spec in STRATEGIES[name](config.num_devices, config.tp)
-  ]
+def pools_of(config: ExperimentConfig, strategies: Iterable[str] | None = None) -> list[PoolSpec]:
+  """The pools of these strategies of an experiment, or of all: they take turns on the devices."""
+  names = config.strategy_names if strategies is None else strategies
+  return [spec for name in names for spec in config.pools_of(name)]
+
+
+def typical_pools(config: ExperimentConfig) -> list[PoolSpec]:
+  """Those that rates and targets are derived from: of equal size, unless they are all there is."""
+  return pools_of(config, config.strategies or None)
+
+
+def _tp_of(config: ExperimentConfig, kind: str) -> int:
+  """Over how many devices the first of `typical_pools` is split that runs such steps."""
+  other = {"prefill": "decode", "decode": "prefill"}[kind]
+  return next(len(spec.devices) for spec in typical_pools(config) if spec.role != other)
 
 
 class SimWorld:
@@ -87,39 +100,46 @@ class SimWorld:
   def __init__(self, config: ExperimentConfig, longest: tuple[int, int], context: int):
     self.model = pick(MODELS, config.model, "model")
     device: Device = pick(HARDWARE, config.hardware, "hardware")
-    self._longest, self._context = longest, context
-    tp, between = config.tp, link(config.link)
-    self._latency = Roofline(model=self.model, device=device, tp=tp, link=between)
-    # Each device of a pool sends its kv heads to its counterpart in the other, all at once.
-    self._link = dataclasses.replace(
-      between, bytes_per_s=between.bytes_per_s * min(tp, self.model.num_kv_heads)
-    )
-    fits = num_pages(model=self.model, device=device, page_size=config.cache.page_size, tp=tp)
-    self.pages = _make_pages(config, longest, None if config.cache.layout == "slots" else fits)
-    if self.pages.num_pages > fits:
-      raise ValueError(
-        f"{self.pages.num_pages} pages of {config.cache.page_size} tokens do not fit beside the "
-        f"weights of {self.model.name} on {device.name}: {fits} do"
-      )
+    self._config, self._longest, self._context = config, longest, context
+    self._link = link(config.link)
+    sizes = sorted({len(spec.devices) for spec in pools_of(config)})
+    self._latency = {
+      tp: Roofline(model=self.model, device=device, tp=tp, link=self._link) for tp in sizes
+    }
+    self._pages = {tp: self._make_pages(device, tp) for tp in sizes}
+    self.pages = self._pages[_tp_of(config, "decode")]
     self.label = (
       f"simulated {self.model.name} on {config.num_devices} x {device.label}{_each(config)}"
     )
     caveat = "step times are a latency model's, not measured"
     if not device.is_calibrated:
       caveat += ", and from data-sheet peaks: too fast by a third or more"
-    if tp > 1:
+    split = " and ".join(f"tp={tp}" for tp in sizes if tp > 1)
+    if split:
       caveat += (
-        f"; what tp={tp} costs is uncalibrated: a share of each operator and a link's data sheet"
+        f"; what {split} costs is uncalibrated: a share of each operator and a link's data sheet"
       )
     self.caveats = [caveat, *_beyond_training(self.model, longest)]
+
+  def _make_pages(self, device: Device, tp: int) -> PageConfig:
+    cache = self._config.cache
+    fits = num_pages(model=self.model, device=device, page_size=cache.page_size, tp=tp)
+    pages = _make_pages(self._config, self._longest, None if cache.layout == "slots" else fits)
+    if pages.num_pages > fits:
+      raise ValueError(
+        f"{pages.num_pages} pages of {cache.page_size} tokens do not fit beside the "
+        f"weights of {self.model.name} on {device.name}: {fits} do"
+      )
+    return pages
 
   def load(self) -> None:
     pass
 
   def prepare(self, show: Callable[[str], None]) -> None:
+    latency = {kind: self._latency[_tp_of(self._config, kind)] for kind in ("prefill", "decode")}
     self.alone = self.together = measure(
       self.pages,
-      self._latency.step_s,
+      lambda plan: latency[plan.kind].step_s(plan),
       longest_prompt=self._longest[0],
       context=self._context,
     )
@@ -127,21 +147,36 @@ class SimWorld:
   def prompts(self, lengths, seed: int, *, chat: bool, blocks: Blocks | None) -> None:
     return None
 
+  def pages_of(self, devices: tuple[int, ...]) -> PageConfig:
+    return self._pages[len(devices)]
+
   def executor(self, devices: tuple[int, ...]) -> SimExecutor:
+    tp, model = len(devices), self.model
     return SimExecutor(
-      step_s=self._latency.step_s,
+      step_s=self._latency[tp].step_s,
       link=self._link,
-      kv_bytes_per_token=self.model.kv_bytes_per_token(self.bytes_per_value),
+      kv_bytes_per_token=model.kv_bytes_per_token(self.bytes_per_value),
+      # Each device of a pool sends its kv heads to its counterpart in the other, all at once.
+      num_links=min(tp, model.num_kv_heads),
+      page_shape=PageShape(
+        page_size=self.pages.page_size,
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype="bfloat16",
+      ),
     )
 
   def clock(self) -> VirtualClock:
     return VirtualClock()
 
   def step_time(self, devices: tuple[int, ...]) -> StepTime:
-    return self._predict_step_s
+    latency = self._latency[len(devices)]
 
-  def _predict_step_s(self, counts: StepCounts) -> float:
-    return self._latency.terms_of(counts).total_s
+    def predict_step_s(counts: StepCounts) -> float:
+      return latency.terms_of(counts).total_s
+
+    return predict_step_s
 
   def top2_margin(self, token_ids: Sequence[int]) -> None:
     return None
@@ -169,9 +204,7 @@ class JaxWorld:
     from pdjax.engine.mesh import ensure_devices, make_mesh
 
     devices = ensure_devices(num_devices)
-    self._groups = {
-      group: [devices[i] for i in group] for group in device_groups(num_devices, config.tp)
-    }
+    self._groups = {spec.devices: [devices[i] for i in spec.devices] for spec in pools_of(config)}
     platform = devices[0].platform
     dtype, self.bytes_per_value = ("float32", 4) if platform == "cpu" else ("bfloat16", 2)
     target = make_mesh(next(iter(self._groups.values())))
@@ -202,8 +235,9 @@ class JaxWorld:
       attention=config.attention,
     )
     self._executors = dict(zip(uses, executors, strict=True))
+    self._typical = {spec.devices for spec in typical_pools(config)}
     self._able = {  # by kind of step; a shape that no pool uses is not compiled to be timed
-      kind: [self._executors[group] for group, own in uses.items() if kind in own]
+      kind: [self._executors[g] for g, own in uses.items() if kind in own and g in self._typical]
       for kind in ("prefill", "decode")
     }
     for number, line in enumerate(warm_up(executors, list(uses.values())), 1):
@@ -241,6 +275,9 @@ class JaxWorld:
       return block_prompts(self._tokenizer, lengths, blocks, seed)
     return text_prompts(self._tokenizer, lengths, seed, chat=chat)
 
+  def pages_of(self, devices: tuple[int, ...]) -> PageConfig:
+    return self.pages
+
   def executor(self, devices: tuple[int, ...]) -> Executor:
     self._executors[devices].reset()
     return self._executors[devices]
@@ -249,7 +286,7 @@ class JaxWorld:
     return WallClock()
 
   def step_time(self, devices: tuple[int, ...]) -> FittedStepTime:
-    return FittedStepTime(self._measured)
+    return FittedStepTime(self._measured if devices in self._typical else ())
 
   def top2_margin(self, token_ids: Sequence[int]) -> float:
     return next(iter(self._executors.values())).top2_margin(token_ids)
@@ -278,7 +315,7 @@ def _make_pages(
 
 
 def _each(config: ExperimentConfig) -> str:
-  return "" if config.tp == 1 else f", {config.tp} a pool"
+  return "" if config.tp == 1 or not config.strategies else f", {config.tp} a pool"
 
 
 def _find(name: str) -> pathlib.Path:

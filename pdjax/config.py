@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import collections
 import dataclasses
 import importlib.util
+import itertools
 import math
 import pathlib
+import re
 import traceback
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +19,7 @@ from pdjax.core.names import pick
 from pdjax.core.plain import from_plain, to_plain
 from pdjax.core.request import SamplingParams
 from pdjax.scheduling.policies import POLICIES, make_policy
-from pdjax.scheduling.routing import ROUTERS, make_router
+from pdjax.scheduling.routing import ROUTERS, check_roles, make_router
 from pdjax.scheduling.scheduler import SchedulerConfig
 from pdjax.workloads.lengths import Fixed, LogNormal, Mix, Quantiles, Uniform
 
@@ -193,14 +196,22 @@ class SloConfig:
     _check_positive("slo", self, "ttft_s", "tpot_s", "ttft_multiple", "tpot_multiple")
 
 
+def check_attention(name: str) -> None:
+  """Raises ValueError for what `kernels.choice` does not know, before anything is loaded."""
+  if name not in ("auto", "xla", "pallas"):
+    raise ValueError(f"attention={name!r} must be 'auto', 'xla' or 'pallas'")
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExperimentConfig:
   """One experiment. `model`, `hardware` and `link` are names that the program looks up.
 
-  `num_devices` counts all devices; each pool has `tp` of them, over which the model is split
-  (tensor parallelism). `attention` is run by the kernels that are best on the device ("auto"), by
-  Pallas kernels ("pallas", which a CPU interprets: slow, for tests), or by plain XLA ("xla").
-  `check_weights` refuses weights that are not finite, for a pass over them.
+  `num_devices` counts all devices; each pool of the `strategies` has `tp` of them, over which the
+  model is split (tensor parallelism). `pools` is one more strategy, with pools that say themselves
+  how many devices they have (`parse_pools`): together as many. `attention` is run by the kernels
+  that are best on the device ("auto"), by Pallas kernels ("pallas", which a CPU interprets: slow,
+  for tests), or by plain XLA ("xla"). `check_weights` refuses weights that are not finite, for a
+  pass over them.
   """
 
   model: str = "smollm2-135m"
@@ -212,6 +223,7 @@ class ExperimentConfig:
   attention: str = "auto"
   check_weights: bool = False
   strategies: tuple[str, ...] = ("continuous", "chunked", "disaggregated")
+  pools: str | None = None
   workload: WorkloadConfig
   scheduler: SchedulerOptions = SchedulerOptions()
   cache: CacheConfig = CacheConfig()
@@ -221,15 +233,47 @@ class ExperimentConfig:
   def __post_init__(self):
     if self.backend not in ("jax", "sim"):
       raise ValueError(f"backend={self.backend!r} must be 'jax' or 'sim'")
-    if self.attention not in ("auto", "xla", "pallas"):
-      raise ValueError(f"attention={self.attention!r} must be 'auto', 'xla' or 'pallas'")
-    device_groups(self.num_devices, self.tp)
-    if not self.strategies:
+    check_attention(self.attention)
+    if not self.strategies and self.pools is None:
       raise ValueError("strategies is empty; name at least one")
+    if self.tp < 1:
+      raise ValueError(f"tp={self.tp} must be at least 1")
+    if self.pools is not None:
+      self._check_devices_of_pools()
+    else:
+      device_groups(self.num_devices, self.tp)
     for name in self.strategies:
       pick(STRATEGIES, name, "strategy")
     if len(set(self.strategies)) != len(self.strategies):
       raise ValueError(f"strategies={self.strategies} names one twice")
+
+  def _check_devices_of_pools(self) -> None:
+    num_devices = num_devices_of(parse_pools(self.pools))
+    if num_devices != self.num_devices:
+      raise ValueError(
+        f"pools={self.pools} have {num_devices} devices, but num_devices={self.num_devices}: "
+        f"strategies are compared on equal devices"
+      )
+    if self.strategies and num_devices % self.tp:
+      raise ValueError(
+        f"pools={self.pools} have {num_devices} devices, which {', '.join(self.strategies)} cannot "
+        f"have too, in pools of tp={self.tp}: strategies are compared on equal devices"
+      )
+
+  @property
+  def strategy_names(self) -> tuple[str, ...]:
+    """Those to serve under, in order; that of `pools` is their text."""
+    return self.strategies if self.pools is None else (*self.strategies, self.pools)
+
+  def pools_of(self, strategy: str) -> tuple[PoolSpec, ...]:
+    """The pools of one of `strategy_names`.
+
+    Raises:
+      ValueError: the devices do not suffice for it.
+    """
+    if strategy == self.pools:
+      return parse_pools(strategy)
+    return STRATEGIES[strategy](self.num_devices, self.tp)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,6 +305,10 @@ def device_groups(num_devices: int, tp: int) -> list[tuple[int, ...]]:
       f"num_devices counts those of all pools"
     )
   return [tuple(range(start, start + tp)) for start in range(0, num_devices, tp)]
+
+
+def num_devices_of(specs: Iterable[PoolSpec]) -> int:
+  return len({device for spec in specs for device in spec.devices})
 
 
 def _pools(groups: Iterable[tuple[int, ...]], role: str, policy: str) -> tuple[PoolSpec, ...]:
@@ -300,6 +348,58 @@ STRATEGIES: dict[str, Strategy] = {
   "disaggregated": _disaggregated,
   **{name: _mixed(name) for name, spec in POLICIES.items() if not spec.half},
 }
+
+
+# Pools of any shape ------------------------------------------------------------------------------
+
+# The policy of a pool whose text names none.
+ROLE_POLICIES = {"prefill": "prefill_only", "decode": "decode_only", "mixed": "sarathi"}
+POOLS_FORM = "COUNTxROLE[:tpN][:POLICY],..., as in 2xprefill:tp2,1xdecode:tp4"
+
+
+def parse_pools(text: str) -> tuple[PoolSpec, ...]:
+  """The pools that `text` lists, on devices 0, 1, ... in its order: see `POOLS_FORM`.
+
+  Roles are `prefill`, `decode` and `mixed`; COUNT and N are 1 where they are not given. POLICY is
+  one that does what the role needs.
+
+  Raises:
+    ValueError: another form, an unknown role or policy, or no pools that a request can go through
+      to its end.
+  """
+  specs: list[PoolSpec] = []
+  free, numbers = itertools.count(), collections.defaultdict(itertools.count)
+  try:
+    for item in text.split(","):
+      count, role, tp, policy = _parse_item(item.strip())
+      for _ in range(count):
+        name, devices = f"{role}{next(numbers[role])}", tuple(itertools.islice(free, tp))
+        specs.append(PoolSpec(name=name, role=role, policy=policy, devices=devices))
+    check_roles(spec.role for spec in specs)
+  except ValueError as error:
+    raise ValueError(f"pools={text!r}: {error}; write {POOLS_FORM}") from error
+  return tuple(specs)
+
+
+def _parse_item(item: str) -> tuple[int, str, int, str]:
+  """(count, role, tp, policy)."""
+  head, *options = (part.strip() for part in item.split(":"))
+  match = re.fullmatch(r"(?:(\d+)x)?(\w+)", head)
+  if match is None:
+    raise ValueError(f"{item!r} does not begin with a count and a role")
+  count, role = int(match[1] or 1), match[2]
+  own_policy = pick(ROLE_POLICIES, role, "role")
+  tps = [option[2:] for option in options if option.startswith("tp")]
+  policies = [option for option in options if not option.startswith("tp")]
+  if len(tps) > 1 or len(policies) > 1:
+    raise ValueError(f"{item!r} has two {'tp' if len(tps) > 1 else 'policies'}")
+  tp = tps[0] if tps else "1"
+  if not count or not tp.isdecimal() or not int(tp):
+    raise ValueError(f"count and tp of {item!r} must be whole numbers of at least 1")
+  policy = policies[0] if policies else own_policy
+  if pick(POLICIES, policy, "policy").half and policy != own_policy:
+    raise ValueError(f"policy {policy} does not do what a {role} pool has to do")
+  return count, role, int(tp), policy
 
 
 # Files and overrides -----------------------------------------------------------------------------

@@ -45,24 +45,26 @@ def make_pages(cache: CacheConfig, longest_tokens: int, num_pages: int | None = 
 def make_cluster(
   specs: Iterable[PoolSpec],
   options: SchedulerOptions,
-  pages: PageConfig,
+  pages: Callable[[tuple[int, ...]], PageConfig],
   executor: Callable[[tuple[int, ...]], Executor],
   step_time: Callable[[tuple[int, ...]], StepTime] | None = None,
 ) -> Cluster:
-  """The pools of a strategy, empty. `executor` gives that of a group of devices.
+  """The pools of a strategy, empty. `pages` and `executor` give those of a group of devices.
 
   `step_time` gives what tells policies and routers that plan by time how long a step takes there.
   What learns from a pool's steps must be its own.
 
   Raises:
-    ValueError: limits that cannot serve, or a policy or router that does not exist or does not fit.
+    ValueError: limits that cannot serve, a policy or router that does not exist or does not fit, or
+      pools that cannot serve together.
   """
   pools = []
   for spec in specs:
     name = policy_name(spec, options)
     policy = make_policy(name, options.options_of(name))
     predict_step_s = None if step_time is None else step_time(spec.devices)
-    scheduler = Scheduler(policy, pages, limits(spec, options, pages), predict_step_s)
+    own_pages = pages(spec.devices)
+    scheduler = Scheduler(policy, own_pages, limits(spec, options, own_pages), predict_step_s)
     pools.append(Pool(spec.name, spec.role, scheduler, executor(spec.devices)))
   return Cluster(pools, make_router(options.router, options.options_of(options.router)))
 

@@ -27,7 +27,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
-from pdjax.config import STRATEGIES, CacheConfig, SchedulerOptions
+from pdjax.config import (
+  STRATEGIES,
+  CacheConfig,
+  PoolSpec,
+  SchedulerOptions,
+  check_attention,
+  num_devices_of,
+  parse_pools,
+)
 from pdjax.core.clock import WallClock, to_ticks
 from pdjax.core.events import EventLog
 from pdjax.core.model_config import ModelConfig
@@ -38,6 +46,7 @@ from pdjax.core.sequence import Sequence
 from pdjax.deployment import largest_budgets, make_cluster, make_pages, uses_of
 from pdjax.metrics.latency import Phases, RequestRecord, phases, request_records
 from pdjax.serving.cluster import Cluster
+from pdjax.serving.executor import Nowhere
 from pdjax.serving.loop import GRACE_S, Inbox, Turn, serve
 from pdjax.serving.step_time import FittedStepTime
 from pdjax.sources import resolve
@@ -125,12 +134,13 @@ class LLM:
   """A model on this machine's devices, compiled and ready. Not thread-safe: one thread at a time.
 
   `model` is a known name, a path or a Hugging Face repo id (`pdjax.sources`). `strategy` is one of
-  `pdjax.config.STRATEGIES`; it serves on `num_devices`, by default the fewest that it can, and each
-  of its pools splits the model over `tp` of them. A sequence has up to `max_len` tokens, prompt and
-  output together: by default what the model was trained for, but at most 1,024; `num_rows` of them
-  run at once in each pool. `dtype` is float32 on CPU and bfloat16 elsewhere. `attention` is as in
-  `pdjax.config.ExperimentConfig`. `seed` is where requests that are sampled without a seed of their
-  own get one from.
+  `pdjax.config.STRATEGIES` (default: chunked); it serves on `num_devices`, by default the fewest
+  that it can, and each of its pools splits the model over `tp` of them. `pools` says all of that
+  itself, as in "2xprefill:tp2,1xdecode:tp4" (`pdjax.config.parse_pools`). A sequence has up to
+  `max_len` tokens, prompt and output together: by default what the model was trained for, but at
+  most 1,024; `num_rows` of them run at once in each pool. `dtype` is float32 on CPU and bfloat16
+  elsewhere. `attention` is as in `pdjax.config.ExperimentConfig`. `seed` is where requests that are
+  sampled without a seed of their own get one from.
 
   `scheduler` is any of `pdjax.config.SchedulerOptions`: `token_budget`, `policy`, `prefix_cache`
   (of `layout="paged"`), `swap_tokens`, `router`, `steps_in_flight`, and others. Policies and
@@ -149,9 +159,10 @@ class LLM:
     self,
     model: str = "smollm2-135m",
     *,
-    strategy: str = "chunked",
-    tp: int = 1,
+    strategy: str | None = None,
+    tp: int | None = None,
     num_devices: int | None = None,
+    pools: str | None = None,
     max_len: int | None = None,
     num_rows: int = 8,
     layout: str = "slots",
@@ -163,9 +174,8 @@ class LLM:
     progress: bool | None = None,
     **scheduler: Any,
   ):
-    make_pools = pick(STRATEGIES, strategy, "strategy")
-    num_devices = _fewest_devices(make_pools, tp) if num_devices is None else num_devices
-    self._specs = make_pools(num_devices, tp)
+    self._specs = _make_specs(strategy, tp, num_devices, pools)
+    check_attention(attention)
     self._options = SchedulerOptions(**scheduler)
     uses = uses_of(self._specs, self._options)
     show = _progress(progress)
@@ -180,7 +190,7 @@ class LLM:
       )
     cache = CacheConfig(layout=layout, num_rows=num_rows, page_size=page_size, max_len=max_len)
     self._pages = make_pages(cache, max_len)
-    make_cluster(self._specs, self._options, self._pages, lambda devices: None)  # or its ValueError
+    self._make_cluster(lambda devices: Nowhere())  # or its ValueError
 
     from pdjax.engine.build import build_executors, default_buckets, warm_up
     from pdjax.engine.mesh import ensure_devices, make_mesh
@@ -338,8 +348,10 @@ class LLM:
     raise TypeError(f"prompt {index} is neither text, nor token ids, nor chat messages: {prompt!r}")
 
   def _cluster(self) -> Cluster:
-    executor, step_time = self._executors.__getitem__, self._step_times.__getitem__
-    return make_cluster(self._specs, self._options, self._pages, executor, step_time)
+    return self._make_cluster(self._executors.__getitem__, self._step_times.__getitem__)
+
+  def _make_cluster(self, *of_devices: Callable) -> Cluster:
+    return make_cluster(self._specs, self._options, lambda devices: self._pages, *of_devices)
 
   def _begin(self) -> _Run:
     """The run in progress, or a new one on empty pools."""
@@ -520,6 +532,24 @@ class _Call:
       error=error,
       record=record,
     )
+
+
+def _make_specs(
+  strategy: str | None, tp: int | None, num_devices: int | None, pools: str | None
+) -> tuple[PoolSpec, ...]:
+  if pools is None:
+    make_pools = pick(STRATEGIES, "chunked" if strategy is None else strategy, "strategy")
+    tp = 1 if tp is None else tp
+    return make_pools(_fewest_devices(make_pools, tp) if num_devices is None else num_devices, tp)
+  for name, value in (("strategy", strategy), ("tp", tp)):
+    if value is not None:
+      raise ValueError(f"pools={pools!r} and {name}={value!r}: give one of them")
+  specs = parse_pools(pools)
+  if num_devices not in (None, num_devices_of(specs)):
+    raise ValueError(
+      f"pools={pools!r} have {num_devices_of(specs)} devices, but num_devices={num_devices}"
+    )
+  return specs
 
 
 def _fewest_devices(make_pools: Callable[[int, int], object], tp: int) -> int:

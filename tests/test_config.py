@@ -13,7 +13,9 @@ from pdjax.config import (
   SloConfig,
   WorkloadConfig,
   load_config,
+  num_devices_of,
   override,
+  parse_pools,
 )
 from pdjax.scheduling.policies import POLICIES
 from pdjax.workloads.lengths import Fixed, Uniform
@@ -212,6 +214,7 @@ def test_an_assignment_that_makes_no_sense_says_why(assignment, message):
     (SloConfig, {"ttft_multiple": 0.0}, "slo.ttft_multiple=0.0 must be positive"),
     (SloConfig, {"tpot_multiple": 0.0}, "slo.tpot_multiple=0.0 must be positive"),
     (ExperimentConfig, {"backend": "cuda"}, "backend='cuda' must be 'jax' or 'sim'"),
+    (ExperimentConfig, {"attention": "foo"}, "attention='foo' must be 'auto', 'xla' or 'pallas'"),
     (ExperimentConfig, {"num_devices": 0}, "num_devices=0 must be at least 1"),
     (ExperimentConfig, {"tp": 0}, "tp=0 must be at least 1"),
     (ExperimentConfig, {"num_devices": 6, "tp": 4}, "num_devices=6 is no multiple of tp=4"),
@@ -222,6 +225,18 @@ def test_an_assignment_that_makes_no_sense_says_why(assignment, message):
       "unknown strategy 'chunk'; did you mean chunked",
     ),
     (ExperimentConfig, {"strategies": ("chunked",) * 2}, "names one twice"),
+    (
+      ExperimentConfig,
+      {"pools": "2xprefill,1xdecode"},
+      "pools=2xprefill,1xdecode have 3 devices, but num_devices=2: strategies are compared",
+    ),
+    (
+      ExperimentConfig,
+      {"pools": "prefill,2xdecode", "num_devices": 3, "tp": 2},
+      "have 3 devices, which continuous, chunked, disaggregated cannot have too, in pools of tp=2",
+    ),
+    (ExperimentConfig, {"pools": "prefill,decode", "tp": 0}, "tp=0 must be at least 1"),
+    (ExperimentConfig, {"pools": "", "strategies": ()}, "write COUNTxROLE[:tpN][:POLICY]"),
   ],
 )
 def test_a_value_outside_its_range_is_refused_with_the_value(make, changes, message):
@@ -240,6 +255,72 @@ def test_every_strategy_uses_every_device_once_in_groups_of_tp(strategy, num_dev
   assert {len(p.devices) for p in pools} == {tp}
   roles = {p.role for p in pools}
   assert roles == ({"prefill", "decode"} if strategy == "disaggregated" else {"mixed"})
+
+
+def test_pools_are_read_in_order_and_each_device_is_in_one_of_them():
+  specs = parse_pools("2xprefill:tp2, decode:tp3, mixed:orca, 2xdecode:sarathi, 1xmixed:fcfs:tp2")
+  assert [(s.name, s.role, s.policy, s.devices) for s in specs] == [
+    ("prefill0", "prefill", "prefill_only", (0, 1)),
+    ("prefill1", "prefill", "prefill_only", (2, 3)),
+    ("decode0", "decode", "decode_only", (4, 5, 6)),
+    ("mixed0", "mixed", "orca", (7,)),
+    ("decode1", "decode", "sarathi", (8,)),
+    ("decode2", "decode", "sarathi", (9,)),
+    ("mixed1", "mixed", "fcfs", (10, 11)),
+  ]
+  assert num_devices_of(specs) == 12
+
+
+def test_pools_of_equal_size_are_those_of_disaggregation():
+  for num_each, tp in ((1, 1), (2, 1), (3, 4)):
+    text = f"{num_each}xprefill:tp{tp},{num_each}xdecode:tp{tp}"
+    assert parse_pools(text) == STRATEGIES["disaggregated"](2 * num_each * tp, tp)
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("2xprefil,1xdecode", "unknown role 'prefil'; did you mean prefill"),
+    ("2prefill,1xdecode", "unknown role '2prefill'; did you mean prefill"),
+    ("-1xprefill,1xdecode", "'-1xprefill' does not begin with a count and a role"),
+    ("2x,1xdecode", "unknown role '2x'"),
+    ("1xprefill,,1xdecode", "'' does not begin with a count and a role"),
+    ("0xprefill,1xdecode", "count and tp of '0xprefill' must be whole numbers of at least 1"),
+    ("prefill:tp0,decode", "count and tp of 'prefill:tp0' must be"),
+    ("prefill:tp,decode", "count and tp of 'prefill:tp' must be"),
+    ("prefill:tp1.5,decode", "count and tp of 'prefill:tp1.5' must be"),
+    ("prefill:tp2:tp4,decode", "'prefill:tp2:tp4' has two tp"),
+    ("mixed:orca:fcfs", "'mixed:orca:fcfs' has two policies"),
+    ("mixed:sarathy", "unknown policy 'sarathy'; did you mean sarathi"),
+    ("mixed:2", "unknown policy '2'"),
+    ("mixed:prefill_only", "policy prefill_only does not do what a mixed pool has to do"),
+    ("prefill,decode:prefill_only", "policy prefill_only does not do what a decode pool has to"),
+    ("2xprefill:tp2", "prefill pools need a decode pool to hand over to"),
+    ("mixed,prefill", "prefill pools need a decode pool to hand over to"),
+    ("mixed,2xdecode", "decode pools need a prefill pool that hands over to them"),
+  ],
+)
+def test_a_text_that_is_no_pools_says_what_is_wrong_and_shows_the_form(text, message):
+  with pytest.raises(ValueError) as error:
+    override(CONFIG, [f"pools={text}"])
+  assert str(error.value).startswith(f"pools={text!r}: ") and message in str(error.value)
+  assert "write COUNTxROLE[:tpN][:POLICY],..., as in 2xprefill:tp2,1xdecode:tp4" in str(error.value)
+  assert "\n" not in str(error.value)
+
+
+def test_pools_are_one_more_strategy_or_the_only_one():
+  text = "1xprefill:tp2,2xdecode"
+  config = override(CONFIG, ["num_devices=4", f"pools={text}"])
+  assert config.strategy_names == (*CONFIG.strategies, text)
+  for name in config.strategy_names:
+    assert num_devices_of(config.pools_of(name)) == 4
+  assert config.pools_of(text) == parse_pools(text)
+  assert config.pools_of("chunked") == STRATEGIES["chunked"](4)
+  alone = dataclasses.replace(config, strategies=())
+  assert alone.strategy_names == (text,)
+  # tp is of the others: there are none that three devices would be too few for.
+  assert dataclasses.replace(alone, tp=3).strategy_names == (text,)
+  assert CONFIG.strategy_names == CONFIG.strategies
 
 
 def test_every_policy_that_serves_whole_requests_is_a_strategy():

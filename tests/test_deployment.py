@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from pdjax.config import STRATEGIES, CacheConfig, SchedulerOptions
+from pdjax.config import STRATEGIES, CacheConfig, SchedulerOptions, parse_pools
 from pdjax.deployment import (
   largest_budgets,
   limits,
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.quick
 
 
 class Executor:
-  vocab_size = None
+  vocab_size = page_shape = None
 
   def __init__(self, devices):
     self.devices = devices
@@ -50,7 +50,7 @@ def test_pages_are_those_asked_for_or_what_the_device_holds():
 def test_every_pool_runs_on_its_own_devices(strategy, tp):
   specs = STRATEGIES[strategy](4, tp)
   pages = make_pages(CacheConfig(num_rows=4), 64)
-  cluster = make_cluster(specs, SchedulerOptions(token_budget=8), pages, Executor)
+  cluster = make_cluster(specs, SchedulerOptions(token_budget=8), lambda _: pages, Executor)
   assert [(p.name, p.role, p.executor.devices) for p in cluster.pools] == [
     (s.name, s.role, s.devices) for s in specs
   ]
@@ -62,6 +62,60 @@ def test_every_pool_runs_on_its_own_devices(strategy, tp):
     assert config.token_budget == (8 if needs.chunks else whole_budget)
     assert config.reservation == needs.reservation
     assert config.decodes == (spec.role != "prefill")
+
+
+def test_pools_of_any_shape_have_the_memory_and_the_limits_of_their_own():
+  specs = parse_pools("1xprefill:tp2,2xdecode:tp4,mixed:orca")
+  cache = CacheConfig(layout="paged", num_rows=4)
+
+  def pages(devices):
+    return make_pages(cache, 64, num_pages=100 * len(devices))
+
+  cluster = make_cluster(specs, SchedulerOptions(token_budget=8), pages, Executor)
+  found = {
+    pool.name: (pool.executor.devices, pool.scheduler.pages.config.num_pages)
+    for pool in cluster.pools
+  }
+  assert found == {
+    "prefill0": ((0, 1), 200),
+    "decode0": ((2, 3, 4, 5), 400),
+    "decode1": ((6, 7, 8, 9), 400),
+    "mixed0": ((10,), 100),
+  }
+  assert [pool.name for pool in cluster.entry] == ["prefill0", "mixed0"]
+  assert [pool.name for pool in cluster.decode] == ["decode0", "decode1"]
+  steps = {"prefill", "decode", "mixed"}
+  assert list(uses_of(specs, SchedulerOptions()).items()) == [
+    ((0, 1), {"prefill", "gather"}),
+    ((2, 3, 4, 5), {"decode", "scatter"}),
+    ((6, 7, 8, 9), {"decode", "scatter"}),
+    ((10,), steps),
+  ]
+
+
+def test_groups_of_other_sizes_on_the_same_devices_compile_what_they_use_themselves():
+  """As where strategies of equal pools are compared with pools that differ."""
+  specs = [*STRATEGIES["chunked"](4), *parse_pools("1xprefill:tp2,2xdecode")]
+  steps = {"prefill", "decode", "mixed"}
+  assert uses_of(specs, SchedulerOptions()) == {
+    (0,): steps,
+    (0, 1): {"prefill", "gather"},
+    (1,): steps,
+    (2,): steps | {"scatter"},
+    (3,): steps | {"scatter"},
+  }
+
+
+def test_pools_that_cannot_serve_together_are_refused():
+  pages = make_pages(CacheConfig(num_rows=4), 64)
+  specs = parse_pools("prefill,decode")[:1]
+  with pytest.raises(ValueError, match="prefill pools need a decode pool"):
+    make_cluster(specs, SchedulerOptions(), lambda _: pages, Executor)
+  sizes = {(0,): CacheConfig(num_rows=4), (1,): CacheConfig(num_rows=4, page_size=32)}
+  with pytest.raises(ValueError, match="page_size is 16 in mixed0, 32 in mixed1"):
+    make_cluster(
+      parse_pools("2xmixed"), SchedulerOptions(), lambda d: make_pages(sizes[d], 64), Executor
+    )
 
 
 def test_a_policy_replaces_that_of_mixed_pools_alone():
@@ -79,7 +133,9 @@ def test_options_reach_the_policy_of_every_pool_that_runs_it():
   )
   pages = make_pages(CacheConfig(num_rows=4), 64)
   policies = {
-    name: [p.scheduler.policy for p in make_cluster(make(2), options, pages, Executor).pools]
+    name: [
+      p.scheduler.policy for p in make_cluster(make(2), options, lambda _: pages, Executor).pools
+    ]
     for name, make in STRATEGIES.items()
   }
   assert {policy.tile_tokens for policy in policies["sarathi"] + policies["chunked"]} == {4}
@@ -93,10 +149,14 @@ def test_every_pool_has_the_step_time_of_its_own_devices():
   pages = make_pages(CacheConfig(num_rows=4), 64)
   specs = STRATEGIES["disaggregated"](4, 2)
   cluster = make_cluster(
-    specs, SchedulerOptions(), pages, Executor, lambda devices: lambda counts: (devices, counts)
+    specs,
+    SchedulerOptions(),
+    lambda _: pages,
+    Executor,
+    lambda devices: lambda counts: (devices, counts),
   )
   assert [pool.scheduler.predict_step_s(7) for pool in cluster.pools] == [((0, 1), 7), ((2, 3), 7)]
-  cluster = make_cluster(specs, SchedulerOptions(), pages, Executor)
+  cluster = make_cluster(specs, SchedulerOptions(), lambda _: pages, Executor)
   assert [pool.scheduler.predict_step_s for pool in cluster.pools] == [None, None]
 
 
@@ -170,9 +230,9 @@ def test_a_decode_pool_takes_prompts_only_from_a_router_that_sends_it_some():
 def test_the_router_is_the_one_that_the_options_name():
   pages = make_pages(CacheConfig(num_rows=4), 64)
   options = SchedulerOptions(router="power_of_two", options=("power_of_two.seed=3",))
-  assert make_cluster(STRATEGIES["chunked"](2), options, pages, Executor).router == PowerOfTwo(
-    seed=3
-  )
+  assert make_cluster(
+    STRATEGIES["chunked"](2), options, lambda _: pages, Executor
+  ).router == PowerOfTwo(seed=3)
   for wrong, message in (
     (dict(router="nearest"), "unknown router 'nearest'"),
     (dict(options=("conductor.rejects=late",)), "router conductor: rejects='late'"),

@@ -15,7 +15,7 @@ import pytest
 import pdjax
 import pdjax.llm
 from pdjax.core.costs import count_slices
-from pdjax.core.events import Failed, Step
+from pdjax.core.events import Copied, Failed, Step
 from pdjax.core.plan import StepResult
 from pdjax.core.request import SamplingParams
 from pdjax.metrics.latency import outcomes, request_records
@@ -47,6 +47,12 @@ def continuous():
 @pytest.fixture(scope="module")
 def disaggregated():
   with pdjax.LLM("tiny", strategy="disaggregated", **SMALL) as llm:
+    yield llm
+
+
+@pytest.fixture(scope="module")
+def uneven():
+  with pdjax.LLM("tiny", pools="1xprefill:tp2,2xdecode:tp1", **SMALL) as llm:
     yield llm
 
 
@@ -90,11 +96,26 @@ def check_all_free(cluster):
   [GREEDY, SamplingParams(max_tokens=12, temperature=1.0, top_p=0.9, seed=5)],
   ids=["greedy", "sampled"],
 )
-def test_every_strategy_gives_the_same_answers(params, chunked, continuous, disaggregated):
+def test_every_strategy_gives_the_same_answers(params, chunked, continuous, disaggregated, uneven):
   alone = [chunked.generate([prompt], params)[0] for prompt in PROMPTS]
-  for llm in (chunked, continuous, disaggregated):
+  for llm in (chunked, continuous, disaggregated, uneven):
     assert answers(llm.generate(PROMPTS, params)) == answers(alone)
   assert [len(o.ids) for o in alone] == [12, 12, 12] or "stop" in {o.finish_reason for o in alone}
+
+
+def test_pools_of_other_sizes_share_the_work_and_hand_over_between_them(uneven):
+  copies = set()
+  for params in (GREEDY, SamplingParams(max_tokens=1)):
+    outputs = uneven.generate([PROMPTS[0]] * 6, params)
+    assert len({o.ids for o in outputs}) == 1
+    roles = {e.pool: e.kind for e in uneven.log if isinstance(e, Step)}
+    copies |= {(e.source, e.target) for e in uneven.log if isinstance(e, Copied)}
+    if params is GREEDY:
+      assert roles == {"prefill0": "prefill", "decode0": "decode", "decode1": "decode"}
+  assert copies == {("prefill0", "decode0"), ("prefill0", "decode1")}
+  prefill, *decodes = uneven._executors.values()
+  assert prefill.page_shape == decodes[0].page_shape == decodes[1].page_shape
+  assert decodes[0].steps is decodes[1].steps is not prefill.steps, "traced once for each size"
 
 
 def test_prompts_are_text_ids_or_messages(chunked):
@@ -380,7 +401,14 @@ def test_wrong_input_is_refused_before_anything_runs(chunked, prompts, params, e
     ({"router": "nearest"}, "unknown router 'nearest'"),
     ({"prefix_cache": True}, "in the slots layout every row has its own"),
     ({"layout": "heap"}, "layout='heap' must be"),
+    ({"attention": "cuda"}, "attention='cuda' must be 'auto', 'xla' or 'pallas'"),
     ({"tp": 3}, "num_heads=8 is no multiple of the 3 devices"),
+    ({"pools": "2xprefil,decode"}, "unknown role 'prefil'; did you mean prefill"),
+    ({"pools": "2xprefill"}, "prefill pools need a decode pool"),
+    ({"pools": "prefill,decode:tp3"}, "num_heads=8 is no multiple of the 3 devices"),
+    ({"pools": "prefill,decode", "num_devices": 3}, "have 2 devices, but num_devices=3"),
+    ({"pools": "prefill,decode", "strategy": "chunked"}, "and strategy='chunked': give one"),
+    ({"pools": "prefill,decode", "tp": 1}, "and tp=1: give one"),
   ],
 )
 def test_arguments_that_make_no_sense_are_refused_before_anything_compiles(arguments, message):

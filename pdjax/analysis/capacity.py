@@ -68,17 +68,29 @@ def measure(
 
 
 def capacity_rps(
-  times: StepTimes, lengths: Sequence[tuple[int, int]], *, num_pools: int, num_rows: int
+  times: StepTimes,
+  lengths: Sequence[tuple[int, int]],
+  *,
+  num_pools: int = 0,
+  num_prefill_pools: int = 0,
+  num_decode_pools: int = 0,
+  num_rows: int,
 ) -> float:
-  """Requests a second that mixed pools could sustain with all rows busy and nothing waiting.
+  """Requests a second that pools could sustain with all rows busy and nothing waiting.
 
   A request costs a pool its prefill and, for each further token, its share of a decode step of all
   rows. An upper bound where prefill and decode cost the same in one step as in two. A mixed step,
   which reads the weights once for both, may beat it, in simulation by a per cent.
+
+  `num_pools` are mixed; of those that do one half, the slower half decides.
   """
-  decode_s = times.decode_s(num_rows) / num_rows
-  costs_s = [times.prefill_s(prompt) + (output - 1) * decode_s for prompt, output in lengths]
-  return num_pools / statistics.fmean(costs_s)
+  row_s = times.decode_s(num_rows) / num_rows
+  prefill_s = statistics.fmean(times.prefill_s(prompt) for prompt, _ in lengths)
+  decode_s = statistics.fmean((output - 1) * row_s for _, output in lengths)
+  halves_rps = [num_prefill_pools / prefill_s]
+  if decode_s:
+    halves_rps.append(num_decode_pools / decode_s)
+  return num_pools / (prefill_s + decode_s) + min(halves_rps)
 
 
 def derive_slo(

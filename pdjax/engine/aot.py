@@ -145,8 +145,16 @@ class Deployment:
     cache, *_ = self._state(pages)
     return _device_bytes(cache)
 
-  def needs(self, pages: PageConfig, kinds: tuple[str, ...] = KINDS) -> Needs:
-    """Compiles a step of each kind. Takes seconds to minutes.
+  def kinds(self, pages: PageConfig) -> tuple[str, ...]:
+    """The steps of such a pool: KINDS, but of one row nothing mixed.
+
+    Where a kernel of its own serves prompts that begin in a step, "fresh" is a prefill of such.
+    """
+    more = () if self.attention_of(pages).tuning.fresh is None else ("fresh",)
+    return more + (KINDS if pages.num_rows > 1 else KINDS[:2])
+
+  def needs(self, pages: PageConfig, kinds: tuple[str, ...] | None = None) -> Needs:
+    """Compiles a step of each kind, or of all that the pool has. Takes seconds to minutes.
 
     Raises:
       TooLarge: the compiler sees that the device cannot hold it.
@@ -154,6 +162,7 @@ class Deployment:
     """
     model = self._model()
     steps = Steps(model, self.attention_of(pages))
+    kinds = kinds or self.kinds(pages)
     arguments = (model.params, *self._state(pages))
     return Needs(
       params_bytes=self.params_bytes(),
@@ -179,10 +188,10 @@ class Deployment:
     plan = probe_plan(
       pages,
       prefills=() if kind == "decode" else (1,),
-      decodes=0 if kind == "prefill" else 1,
+      decodes=1 if kind in ("decode", "mixed") else 0,
     )
     rows = RowState(pages, self.config.vocab_size)
-    inputs = step_inputs(plan, largest, rows)
+    inputs = step_inputs(plan, largest, rows, serves_fresh=kind == "fresh")
     (num_tokens,) = inputs.batch.tokens.shape
     step = getattr(steps, f"{plan.kind}_step")
     with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):  # kernels ask it for the chip

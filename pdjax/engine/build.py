@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import queue
 import threading
 from collections.abc import Collection, Iterator, Sequence
@@ -104,7 +105,8 @@ def make_attention(
 def warm_up(executors: Sequence[JaxExecutor], uses: Sequence[Collection[str]]) -> Iterator[str]:
   """Warms up every executor for its uses, all at once; yields a line for each shape compiled.
 
-  A thread each: XLA compiles without the interpreter lock, and each device compiles its own.
+  A thread each: XLA compiles without the interpreter lock, and each device compiles its own. Then
+  those whose uses are `gather` and `scatter` hand pages to one another.
   """
   done: queue.SimpleQueue[str | Exception | None] = queue.SimpleQueue()
 
@@ -127,3 +129,7 @@ def warm_up(executors: Sequence[JaxExecutor], uses: Sequence[Collection[str]]) -
       raise line
     else:
       yield line
+  for (source, gives), (target, takes) in itertools.permutations(enumerate(uses), 2):
+    if "gather" in gives and "scatter" in takes:
+      for line in executors[target].warm_up_from(executors[source]):
+        yield f"devices {source} to {target}: {line}"

@@ -15,12 +15,12 @@ from pdjax.core.request import SamplingParams
 from pdjax.engine.batch import RowState, step_inputs
 from pdjax.engine.buckets import Buckets, pick_bucket
 from pdjax.engine.steps import Steps, state_shapes
-from pdjax.engine.transfer import TransferTicket, host_sharding
+from pdjax.engine.transfer import Reshard, TransferTicket, host_sharding
 from pdjax.models.model import Model, axes_sharding
 from pdjax.models.sampling import Sampled
 from pdjax.scheduling.pages import PageConfig
 from pdjax.scheduling.probe import probe_plan
-from pdjax.serving.executor import Handle
+from pdjax.serving.executor import Handle, PageShape
 
 
 class StepTicket:
@@ -90,10 +90,18 @@ class JaxExecutor:
     self._pages, self._layout, self._buckets = pages, layout, buckets
     self._pieces_sharding = axes_sharding("2 L K P h", layout.pieces_shape(1), mesh)
     self._host_sharding = host_sharding(self._pieces_sharding)
+    self.reshard = Reshard(self._pieces_sharding)
     self._swapped: dict[int, jax.Array] = {}  # request id -> its pieces, in the host's memory
     self._state_shapes = state_shapes(model, layout, mesh)
     self._cache, self._last_token, self._seen = self._new_state()
     self.vocab_size: int = model.config.vocab_size
+    self.page_shape = PageShape(
+      page_size=layout.page_size,
+      num_layers=layout.num_layers,
+      num_kv_heads=layout.num_kv_heads,
+      head_dim=layout.head_dim,
+      dtype=layout.dtype,
+    )
     self._rows = self._new_rows()
 
   def _new_state(self):
@@ -179,7 +187,8 @@ class JaxExecutor:
     )  # fmt: skip
     self._rows.seat(row, handle.request_id, handle.num_prompt_tokens, handle.sampling)
 
-    def insert(pieces: jax.Array) -> None:
+    def insert(parts: Sequence[jax.Array]) -> None:
+      pieces = self.reshard.join(parts, handle.payload)
       self._cache, self._last_token = self.steps.scatter_pages(
         self._cache,
         self._last_token,
@@ -191,7 +200,7 @@ class JaxExecutor:
       if handle.token_ids is not None:
         self._add_seen(row, handle.token_ids, anew=True)
 
-    return TransferTicket(handle.payload, self._pieces_sharding, insert)
+    return TransferTicket(self.reshard.send(handle.payload), insert)
 
   def drop(self, handle: Handle) -> None:
     """The payload goes with the last reference to the handle."""
@@ -264,15 +273,26 @@ class JaxExecutor:
       yield name
     self.reset()
 
+  def warm_up_from(self, source: JaxExecutor) -> Iterator[str]:
+    """Hands over every bucket of pages once, from `source`; yields its name.
+
+    What is compiled then depends on how both pools are split. Overwrites the cache.
+    """
+    for num_pages in self._buckets.pages:
+      self._import_pages(num_pages, source._export_pages(num_pages))
+      jax.block_until_ready((self._cache, self._last_token))
+      yield f"copy {num_pages} pages"
+    self.reset()
+
   def _warm_up_calls(self, uses: Collection[str]) -> Iterator[tuple[str, Callable[[], object]]]:
     buckets, num_rows = self._buckets, self._pages.num_rows
     plans: list[tuple[str, StepPlan]] = []
     if "prefill" in uses:
       for num_tokens in buckets.prefill:
-        plan = probe_plan(self._pages, prefills=self._split(num_tokens, num_rows))
-        plans.append((f"prefill {num_tokens}", plan))
-        if self.steps.attention.tuning.fresh is not None:  # and as chunks of prompts begun before
-          plans.append((f"chunks {num_tokens}", _as_if_begun(plan)))
+        prompts = self._split(num_tokens, num_rows)
+        plans.append((f"prefill {num_tokens}", probe_plan(self._pages, prefills=prompts)))
+        if self.steps.attention.tuning.fresh is not None and self._pages.capacity_tokens > 1:
+          plans.append((f"chunks {num_tokens}", self._with_one_begun(prompts)))
     if "decode" in uses:
       for rows in buckets.rows:
         plans.append((f"decode {rows}", probe_plan(self._pages, decodes=rows)))
@@ -287,13 +307,26 @@ class JaxExecutor:
       if "gather" in uses:
         yield f"gather {num_pages} pages", lambda n=num_pages: self._export_pages(n)
       if "scatter" in uses:
-        yield f"scatter {num_pages} pages", lambda n=num_pages: self._import_pages(n)
+        yield (
+          f"scatter {num_pages} pages",
+          lambda n=num_pages: self._import_pages(n, self._own_pages(n)),
+        )
 
   def _split(self, num_tokens: int, num_rows: int) -> list[int]:
     """Prompts that fill a bucket, as few as possible; less than full where the rows end."""
     longest = self._pages.capacity_tokens
     whole, rest = divmod(num_tokens, longest)
     return ([longest] * whole + [rest] * (rest > 0))[:num_rows]
+
+  def _with_one_begun(self, prompts: list[int]) -> StepPlan:
+    """Of as many tokens, if rows can hold them, but the last prompt began in a step before."""
+    *others, last = prompts
+    if last == self._pages.capacity_tokens:
+      prompts = [*others, last - 1, 1][: self._pages.num_rows]
+    plan = probe_plan(self._pages, prefills=prompts)
+    *others, last = plan.prefills
+    last = dataclasses.replace(last, start=1, num_prompt_tokens=1 + last.num_tokens)
+    return dataclasses.replace(plan, prefills=(*others, last))
 
   def _hand_over(self, num_pages: int) -> Handle:
     """A handle of so many whole pages."""
@@ -305,21 +338,15 @@ class JaxExecutor:
       sampling=SamplingParams(max_tokens=1),
     )
 
-  def _export_pages(self, num_pages: int) -> None:
-    self.export(self._hand_over(num_pages), page_ids=tuple(range(num_pages)), now_s=0.0)
-
-  def _import_pages(self, num_pages: int) -> None:
+  def _export_pages(self, num_pages: int) -> Handle:
     pages = tuple(range(num_pages))
-    shape = jax.eval_shape(self.steps.gather_pages, self._cache, self._pad(pages))
-    handle = dataclasses.replace(
-      self._hand_over(num_pages), payload=jnp.zeros(shape.shape, shape.dtype)
-    )
-    self.import_(handle, row=0, page_ids=pages, now_s=0.0).result()
+    return self.export(self._hand_over(num_pages), page_ids=pages, now_s=0.0)
 
+  def _import_pages(self, num_pages: int, handle: Handle) -> None:
+    self.import_(handle, row=0, page_ids=tuple(range(num_pages)), now_s=0.0).result()
 
-def _as_if_begun(plan: StepPlan) -> StepPlan:
-  """A plan of the same shape whose first prompt began in a step before."""
-  first, *rest = plan.prefills
-  rest_ids = first.token_ids[1:] or first.token_ids
-  first = dataclasses.replace(first, start=1, num_tokens=len(rest_ids), token_ids=rest_ids)
-  return dataclasses.replace(plan, prefills=(first, *rest))
+  def _own_pages(self, num_pages: int) -> Handle:
+    """What another executor like this one would export."""
+    shape = jax.eval_shape(self.steps.gather_pages, self._cache, self._pad(tuple(range(num_pages))))
+    payload = jnp.zeros(shape.shape, shape.dtype, device=self._pieces_sharding)
+    return dataclasses.replace(self._hand_over(num_pages), payload=payload)

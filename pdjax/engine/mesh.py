@@ -29,6 +29,7 @@ def ensure_devices(num_devices: int) -> list[jax.Device]:
   # Only the CPU can be split, and only before the first use of JAX in this process. (That JAX has
   # started already is a RuntimeError here, and no reason to fail if it has devices enough.)
   wanted = min(max(num_devices, num_cores), CPU_DEVICES_PER_CORE * num_cores)
+  wanted = max(wanted, jax.config.jax_num_cpu_devices)  # as many as the user says, at least
   with contextlib.suppress(RuntimeError):
     jax.config.update("jax_num_cpu_devices", wanted)
   devices = jax.devices()

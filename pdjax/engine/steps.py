@@ -72,7 +72,7 @@ class Steps:
     traced.__name__ = name
     return jax.jit(traced, donate_argnames=donate)
 
-  # The three steps are one function of different inputs: with prefill tiles, decode tiles, or both.
+  # The three steps are one function of different inputs: with slices of prompts, decodes, or both.
   # They return what they update, and what was sampled in the order of `StepInputs`.
 
   def _step(

@@ -40,18 +40,17 @@ class Tuning:
     """Whether keys and values lie in turn in one array, as the TPU's kernels want them."""
     return self.write.backend == "tpu"
 
-  @property
-  def is_xla(self) -> bool:
-    return self.write.backend == "xla"
-
 
 def chip_of(device: jax.Device) -> Chip:
   """What JAX says of a device, which may be one of a topology that is not here."""
-  capability = getattr(device, "compute_capability", None)
+  try:
+    capability = float(getattr(device, "compute_capability", None))
+  except (TypeError, ValueError):  # no GPU, or one of AMD: gfx942
+    capability = None
   return Chip(
     platform=device.platform,
     kind=device.device_kind,
-    compute_capability=None if capability is None else float(capability),
+    compute_capability=capability,
     num_cores=getattr(device, "core_count", None),
   )
 
@@ -90,22 +89,23 @@ def choose(
 
   def pick(kernel: str) -> TileConfig:
     known = tuned(chip, case(kernel))
-    ranked = sorted(candidates, key=lambda name: known is None or name != known.backend)
-    for name in ranked:
+    first = None if known is None else known.backend
+    if first == "xla" and attention == "pallas":
+      first = None  # the better one, but not what was asked for
+    for name in sorted(candidates, key=lambda name: name != first):
       reason = backend(name).refuses(case(kernel), chip)
       if reason is None:
-        is_known = known is not None and name == known.backend
-        return known if is_known else backend(name).default(case(kernel), chip)
+        return known if name == first else backend(name).default(case(kernel), chip)
       passed_over.setdefault(f"{name}: {reason}", []).append(kernel)
     raise AssertionError("xla refuses nothing")
 
   picked = {kernel: pick(kernel) for kernel in ("prefill", "decode", "mixed", "write")}
-  for why, kernels in passed_over.items():
-    instead = ", ".join(f"{kernel} by {picked[kernel].backend}" for kernel in kernels)
-    _log.warning("attention is not run by %s; instead %s", why, instead)
   if chip.platform == "tpu" and len({config.backend for config in picked.values()}) > 1:
     xla = backend("xla")  # the two lay out the cache differently
     picked = {kernel: xla.default(case(kernel), chip) for kernel in picked}
+  for why, kernels in passed_over.items():
+    instead = ", ".join(f"{kernel} by {picked[kernel].backend}" for kernel in kernels)
+    _log.warning("attention is not run by %s; instead %s", why, instead)
   if chip.platform == "cpu":
     picked = {k: dataclasses.replace(c, interpret=c.backend != "xla") for k, c in picked.items()}
   fresh = None if candidates == ("xla",) else _fresh(chip, case("fresh"))
@@ -115,8 +115,12 @@ def choose(
 def _fresh(chip: Chip, case: Case) -> TileConfig | None:
   """On a GPU a library serves prompts that begin in a step only where it was measured to win."""
   known, name = tuned(chip, case), _FRESH.get(chip.platform)
+  if known is not None and known.backend != name:
+    known = name = None  # something else was measured to win
   if name is None or (known is None and chip.platform == "gpu"):
     return None
-  if backend(name).refuses(case, chip) is not None:
+  reason = backend(name).refuses(case, chip)
+  if reason is not None:
+    _log.warning("prompts that begin in a step are not attended by %s: %s", name, reason)
     return None
   return known or backend(name).default(case, chip)

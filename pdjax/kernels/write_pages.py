@@ -21,7 +21,12 @@ def write_pages(
   """Writes each token's K and V to its slot, in place if `pages` are donated.
 
   A slot that does not exist is dropped: that of padding. No slot is written twice.
+
+  Raises:
+    ValueError: pages with scales, which are only read.
   """
+  if len(pages) > 2:
+    raise ValueError(f"pages of {pages[0].dtype} with scales cannot be written: nothing quantizes")
   return backend(config.backend).write(pages, k, v, slots, config=config)
 
 

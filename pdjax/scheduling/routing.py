@@ -19,6 +19,23 @@ from pdjax.core.sequence import Sequence
 from pdjax.scheduling.scheduler import Scheduler
 
 
+def check_roles(roles: Iterable[str]) -> None:
+  """Checks that a request can go through pools of these roles to its end.
+
+  Mixed pools serve it alone; a prefill pool hands it over to a decode pool.
+
+  Raises:
+    ValueError: pools of one half without the other, or no pools at all.
+  """
+  roles = set(roles)
+  if not roles:
+    raise ValueError("no pools")
+  if "prefill" in roles and "decode" not in roles:
+    raise ValueError("prefill pools need a decode pool to hand over to")
+  if "decode" in roles and "prefill" not in roles:
+    raise ValueError("decode pools need a prefill pool that hands over to them")
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
   """Nobody takes the request, and whoever asked is told so at once."""

@@ -10,11 +10,16 @@ from pdjax.core.clock import Ticket
 from pdjax.core.plan import StepPlan
 from pdjax.core.request import Request
 from pdjax.core.sequence import Sequence, State
-from pdjax.scheduling.routing import Fetch, Rejected, Router, Routing, least_loaded
+from pdjax.scheduling.routing import (
+  Fetch,
+  Rejected,
+  Router,
+  Routing,
+  check_roles,
+  least_loaded,
+)
 from pdjax.scheduling.scheduler import Scheduler
-from pdjax.serving.executor import Executor, Handle
-
-ROLES = ("mixed", "prefill", "decode")
+from pdjax.serving.executor import Executor, Handle, PageShape
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -72,14 +77,14 @@ class Prefetch:
 
 
 class Cluster:
-  """All pools of a run: either mixed ones only, or prefill and decode pools.
+  """All pools of a run: mixed ones, prefill and decode pools, or all three.
 
   Hand-off is pulled (DistServe, section 4.3): a prefilled sequence keeps its pages and waits in
   `outbox` until a decode pool has reserved room for all it may become. No room is back-pressure.
 
   Raises:
-    ValueError: roles that cannot serve a request to its end, names used twice, or pools whose page
-      sizes differ.
+    ValueError: roles that cannot serve a request to its end, names used twice, or pools whose pages
+      differ.
   """
 
   def __init__(self, pools: Seq[Pool], router: Router = least_loaded):
@@ -91,14 +96,10 @@ class Cluster:
     self.transfers: list[Transfer] = []
     self.prefetches: list[Prefetch] = []
     self.copy_s_per_token = 0.0  # of copies between pools, of late
-    roles = sorted({p.role for p in pools})
-    if roles not in (["mixed"], ["decode", "prefill"]):
-      raise ValueError(f"pools need roles mixed alone, or prefill and decode; not {roles}")
+    check_roles(p.role for p in pools)
     if len({p.name for p in pools}) != len(self.pools):
       raise ValueError(f"pool names are not unique: {[p.name for p in pools]}")
-    sizes = {p.name: p.scheduler.pages.config.page_size for p in pools}
-    if len(set(sizes.values())) != 1:
-      raise ValueError(f"pools exchange pages, so their page sizes must be equal: {sizes}")
+    _check_pages(self.pools)
 
   def refusal(self, request: Request) -> str | None:
     """Why `request` can never be served here, or None."""
@@ -205,3 +206,25 @@ class Cluster:
     assert all(seq.state in (State.MOVING, State.ENDED) for seq in moving)
     sources = [*self.outbox, *((t.source, t.seq) for t in self.transfers)]
     assert len(sources) == len(leaving) and all(item in leaving for item in sources)
+
+
+def _check_pages(pools: Seq[Pool]) -> None:
+  """Raises ValueError unless every pool could use the pages of every other: all that differs."""
+  shapes = {}
+  for pool in pools:
+    shapes[pool.name] = {"page_size": pool.scheduler.pages.config.page_size}
+    if (shape := pool.executor.page_shape) is not None:
+      if shape.page_size != shapes[pool.name]["page_size"]:
+        raise ValueError(
+          f"{pool.name} plans pages of {shapes[pool.name]['page_size']} tokens, but its executor "
+          f"has pages of {shape.page_size}"
+        )
+      shapes[pool.name] = dataclasses.asdict(shape)
+  differences = []
+  for field in dataclasses.fields(PageShape):
+    values = {name: shape[field.name] for name, shape in shapes.items() if field.name in shape}
+    if len(set(values.values())) > 1:
+      each = ", ".join(f"{value} in {name}" for name, value in values.items())
+      differences.append(f"{field.name} is {each}")
+  if differences:
+    raise ValueError(f"pools exchange pages, so these must be alike: {'; '.join(differences)}")

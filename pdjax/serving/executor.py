@@ -11,6 +11,17 @@ from pdjax.core.request import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PageShape:
+  """What is in a page: pools can exchange theirs only if they are alike in all of this."""
+
+  page_size: int
+  num_layers: int
+  num_kv_heads: int  # of the model: how they are split over devices, and copied, is a pool's own
+  head_dim: int
+  dtype: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Handle:
   """A sequence between two pools: what the next one needs to go on with it.
 
@@ -34,10 +45,12 @@ class Handle:
 class Executor(Protocol):
   """One pool's device. Calls return at once; work happens in the order in which it was submitted.
 
-  `vocab_size` None accepts any token id (a simulation that knows only lengths).
+  `vocab_size` None accepts any token id (a simulation that knows only lengths), `page_shape` None
+  any page.
   """
 
   vocab_size: int | None
+  page_shape: PageShape | None
 
   def submit(self, plan: StepPlan, now_s: float) -> Ticket:
     """Starts a step. The ticket's result is a `StepResult`."""
@@ -70,3 +83,10 @@ class Executor(Protocol):
     begun are left as they are.
     """
     ...
+
+
+class Nowhere:
+  """Stands for a device where a cluster is only asked what it would refuse. Can do nothing."""
+
+  vocab_size = None
+  page_shape = None

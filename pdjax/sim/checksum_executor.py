@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from pdjax.core import checksum
 from pdjax.core.plan import StepPlan, StepResult
-from pdjax.serving.executor import Handle
+from pdjax.serving.executor import Handle, PageShape
 from pdjax.sim.hardware import Link
 from pdjax.sim.sim_executor import SimExecutor, SimTicket
 
@@ -36,7 +36,14 @@ class ChecksumExecutor(SimExecutor):
     kv_bytes_per_token: int = 8,
     fails: Callable[[int], str | None] = lambda request_id: None,
   ):
-    super().__init__(step_s=step_s, link=link, kv_bytes_per_token=kv_bytes_per_token)
+    super().__init__(
+      step_s=step_s,
+      link=link,
+      kv_bytes_per_token=kv_bytes_per_token,
+      page_shape=PageShape(
+        page_size=page_size, num_layers=1, num_kv_heads=1, head_dim=1, dtype="uint32"
+      ),
+    )
     self._page_size = page_size
     self._fails = fails
     self._keys = [[0] * page_size for _ in range(num_pages)]  # [page][slot]
@@ -95,7 +102,7 @@ class ChecksumExecutor(SimExecutor):
     self, handle: Handle, *, row: int, page_ids: tuple[int, ...], now_s: float
   ) -> SimTicket:
     """Copies the handed-over pages in; the row's page table becomes `page_ids`."""
-    ticket = super().import_(handle, row=row, page_ids=page_ids, now_s=now_s)
+    ticket = self._receive(handle.num_bytes, 1, now_s)
     self._copies.append((ticket.finish_s, handle, row, page_ids))
     return ticket
 

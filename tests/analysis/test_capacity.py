@@ -56,6 +56,23 @@ def test_capacity_is_pools_over_the_mean_cost_of_a_request():
   assert capacity_rps(TIMES, lengths, num_pools=3, num_rows=4) == pytest.approx(3 / mean_s)
 
 
+@pytest.mark.parametrize(("num_prefill_pools", "num_decode_pools"), [(1, 9), (9, 1), (2, 2)])
+def test_of_pools_that_do_one_half_the_slower_half_decides(num_prefill_pools, num_decode_pools):
+  lengths = [(10, 5), (30, 9)]
+  prefill_s = sum(TIMES.prefill_s(prompt) for prompt, _ in lengths) / 2
+  decode_s = sum(output - 1 for _, output in lengths) / 2 * TIMES.decode_s(4) / 4
+  halves = dict(num_prefill_pools=num_prefill_pools, num_decode_pools=num_decode_pools)
+  slower_rps = min(num_prefill_pools / prefill_s, num_decode_pools / decode_s)
+  assert capacity_rps(TIMES, lengths, num_rows=4, **halves) == pytest.approx(slower_rps)
+  beside_rps = capacity_rps(TIMES, lengths, num_pools=2, num_rows=4)
+  both_rps = capacity_rps(TIMES, lengths, num_pools=2, num_rows=4, **halves)
+  assert both_rps == pytest.approx(slower_rps + beside_rps)
+  at_first_token = [(10, 1), (30, 1)]  # these need no decode
+  assert capacity_rps(TIMES, at_first_token, num_rows=4, **halves) == pytest.approx(
+    num_prefill_pools / prefill_s
+  )
+
+
 def test_targets_are_multiples_of_unloaded_steps():
   slo = derive_slo(TIMES, num_rows=4, longest_prompt=40, ttft_multiple=3.0, tpot_multiple=5.0)
   assert (slo.ttft_s, slo.tpot_s) == pytest.approx((3 * 4.0, 5 * 2.0))

@@ -10,16 +10,21 @@ from engine.pools import cpus
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdjax.core.model_config import TINY
 from pdjax.core.plan import DecodeSlices, Slice, StepPlan
 from pdjax.core.request import SamplingParams
+from pdjax.engine import build
+from pdjax.engine.aot import abstract_model
 from pdjax.engine.batch import RowState, step_inputs
 from pdjax.engine.build import default_buckets, make_attention, warm_up
 from pdjax.engine.jax_executor import JaxExecutor
 from pdjax.engine.mesh import make_mesh
+from pdjax.kernels.choice import choose
 from pdjax.kernels.tile_config import TileConfig
 from pdjax.models.checksum import checksum_model
 from pdjax.models.sampling import Sampled
 from pdjax.scheduling.pages import PageConfig
+from pdjax.scheduling.probe import probe_plan
 
 pytestmark = pytest.mark.quick
 
@@ -127,6 +132,52 @@ def test_every_plan_within_the_budgets_finds_a_shape_that_warm_up_compiled(data)
     plan = data.draw(plans(pages, whole_budget, chunk_budget))
     inputs = step_inputs(plan, buckets, RowState(pages, 997), serves_fresh=serves_fresh)
     assert shape_of(inputs) in steps.shapes
+
+
+@pytest.mark.parametrize(
+  ("num_rows", "capacity", "budget"),
+  [(4, 17, 17), (4, 17, 67), (2, 16, 33), (1, 20, 20), (3, 1, 3)],
+)
+def test_prompts_begun_before_find_their_shape_among_buckets_that_are_close(
+  num_rows, capacity, budget
+):
+  pages = PageConfig(
+    num_rows=num_rows, page_size=1, pages_per_row=capacity, num_pages=num_rows * capacity
+  )
+  buckets = default_buckets(pages, whole_budget=budget, chunk_budget=budget)
+  steps = Recorder(checksum_model(), pages, serves_fresh=True)
+  executor = JaxExecutor(checksum_model(), steps, pages, buckets, make_mesh(cpus(1)[0]))
+  list(warm_up([executor], [{"prefill"}]))
+  for num_tokens in range(1, min(budget, num_rows * capacity - 1) + 1 if capacity > 1 else 1):
+    lengths, left = [], num_tokens
+    for row in range(num_rows):
+      lengths.append(min(left, capacity - (row == 0)))
+      left -= lengths[-1]
+    plan = probe_plan(pages, prefills=[n for n in lengths if n])
+    first, *rest = plan.prefills
+    plan = dataclasses.replace(plan, prefills=(dataclasses.replace(first, start=1), *rest))
+    inputs = step_inputs(plan, buckets, RowState(pages, 997), serves_fresh=True)
+    assert inputs.batch.fresh is None and left == 0
+    assert shape_of(inputs) in steps.shapes
+
+
+@pytest.mark.parametrize(("tp", "heads"), [(1, (8, 2)), (2, (4, 1)), (4, (2, 1)), (8, (1, 1))])
+def test_kernels_are_chosen_for_the_heads_of_one_device(monkeypatch, tp, heads):
+  asked = {}
+
+  def record(chip, attention, **case):
+    asked.update(case, attention=attention)
+    return choose(chip, attention, **case)
+
+  monkeypatch.setattr(build, "choose", record)
+  model = abstract_model(TINY, make_mesh(cpus(tp)[0]), dtype="float32")
+  pages = PageConfig(num_rows=2, page_size=4, pages_per_row=8, num_pages=16)
+  attention = make_attention(model, pages, make_mesh(cpus(tp)[0]), "paged", "pallas")
+  assert (asked["num_heads"], asked["num_kv_heads"]) == heads
+  assert attention.layout.num_kv_heads * attention.layout.kv_copies == tp * heads[1]
+  assert attention.tuning.prefill.backend == "triton"
+  make_attention(checksum_model(), pages, make_mesh(cpus(1)[0]), "paged", "pallas")
+  assert asked["attention"] == "xla", "only plain XLA has the checksum model's reduction"
 
 
 def test_warm_up_compiles_only_what_is_used():

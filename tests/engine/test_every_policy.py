@@ -3,12 +3,30 @@
 import dataclasses
 import random
 
+import jax.numpy as jnp
 import pytest
-from engine.pools import CAPACITY, PAGE_SIZE, make_cluster, request, serve_all
+from engine.pools import (
+  CAPACITY,
+  PAGE_SIZE,
+  PAGES_PER_ROW,
+  ROWS,
+  build,
+  cpus,
+  make_cluster,
+  request,
+  serve_all,
+)
 from virtual import tokens_of
 
 from pdjax.config import STRATEGIES
 from pdjax.core.events import Fetched, Preempted, Step
+from pdjax.engine import build as engine_build
+from pdjax.engine.buckets import Buckets
+from pdjax.kernels.backends import tpu
+from pdjax.kernels.choice import Tuning
+from pdjax.kernels.reference import attention_reference
+from pdjax.kernels.slices import Slices
+from pdjax.kernels.tile_config import TileConfig
 from pdjax.metrics.utilisation import prefix_hits
 from pdjax.scheduling.policies import make_policy
 from pdjax.scheduling.routing import Fetch
@@ -78,6 +96,41 @@ def test_by_pallas_kernels(tiny_pallas, requests, alone, strategy):
   assert {(config.backend, config.interpret) for config in kernels} == {("triton", True)}
   cluster = make_cluster(tiny_pallas, strategy, budget=24)
   assert tokens_of(serve_all(cluster, requests, steps_in_flight=2)) == alone
+
+
+@pytest.fixture(scope="module")
+def tiny_as_on_tpus(tiny):
+  """Keys and values in turn in one array, and splash for prompts that begin in a step.
+
+  Paged attention is the reference, as that of TPUs takes no heads of 16.
+  """
+  config = TileConfig(backend="tpu")
+  fresh = TileConfig(backend="splash", block_q=128, block_k=128, interpret=True)
+  tuning = Tuning(prefill=config, decode=config, mixed=config, write=config, fresh=fresh)
+
+  def attend(q, pages, prefill, decode, *, config, **options):
+    kinds = [slices for slices in (prefill, decode) if slices is not None]
+    slices = Slices(*map(jnp.concatenate, zip(*kinds, strict=True)))
+    return attention_reference(q, pages, slices, **options).astype(q.dtype)
+
+  buckets = Buckets(prefill=(CAPACITY,), mixed=(CAPACITY,), rows=(ROWS,), pages=(PAGES_PER_ROW,))
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(engine_build, "choose", lambda *args, **kwargs: tuning)
+    patch.setattr(tpu, "attend", attend)
+    return build(tiny, "paged", buckets, cpus(1) * 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+@pytest.mark.parametrize("memory", ["plenty", "swapped", "cached"])
+def test_as_on_tpus(tiny_as_on_tpus, requests, alone, strategy, memory):
+  steps = tiny_as_on_tpus.steps
+  assert steps.attention.layout.kind == "interleaved"
+  num_traces = dict(steps.num_traces)
+  assert num_traces["prefill_step"] == 2, "one shape for prompts that begin, one for chunks"
+  cluster = make_cluster(tiny_as_on_tpus, strategy, budget=24, shuffle=4, **MEMORY[memory])
+  assert tokens_of(serve_all(cluster, requests, steps_in_flight=2)) == alone
+  assert steps.num_traces == num_traces
 
 
 def test_the_cases_are_what_they_say(tiny_paged, requests):

@@ -30,13 +30,27 @@ def test_a_fresh_process_splits_its_cpu_within_reason(num_devices, printed):
     f"try: print(len(set(ensure_devices({num_devices}))))\n"
     "except ValueError as error: print(error)"
   )
+  assert run_fresh(code).startswith(printed)
+
+
+def test_a_fresh_process_has_no_fewer_devices_than_it_was_told():
+  num_devices = 4 * (os.cpu_count() or 1) + 1
+  code = (
+    "import jax\nfrom pdjax.engine.mesh import ensure_devices\n"
+    "print(len(ensure_devices(1)), len(jax.devices()))"
+  )
+  told = {"JAX_NUM_CPU_DEVICES": str(num_devices)}
+  assert run_fresh(code, **told).split() == ["1", str(num_devices)]
+
+
+def run_fresh(code, **told):
   fresh = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
   run = subprocess.run(
     [sys.executable, "-c", code],
-    env={**fresh, "JAX_PLATFORMS": "cpu"},
+    env={**fresh, "JAX_PLATFORMS": "cpu", **told},
     capture_output=True,
     text=True,
     timeout=60,
     check=True,
   )
-  assert run.stdout.startswith(printed)
+  return run.stdout

@@ -1,33 +1,55 @@
 """A hand-off moves exactly the bytes it should, and a copy that failed is never used."""
 
+import dataclasses
+import itertools
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from engine.pools import PAGE_SIZE, PAGES_PER_ROW, ROWS, cpus
 
+from pdjax.core.model_config import TINY
 from pdjax.core.request import SamplingParams
-from pdjax.engine import transfer
-from pdjax.engine.transfer import TransferTicket
+from pdjax.engine.buckets import Buckets
+from pdjax.engine.build import build_executors, warm_up
+from pdjax.engine.mesh import make_mesh
+from pdjax.engine.transfer import Reshard, TransferTicket, make_plan
 from pdjax.models.kv_cache import init_cache
+from pdjax.models.model import axes_sharding
+from pdjax.models.transformer import from_arrays, random_arrays
+from pdjax.scheduling.pages import PageConfig
 from pdjax.serving.executor import Handle
 
-pytestmark = pytest.mark.quick
+COMPILED = "/jax/core/compile/backend_compile_duration"
+SIZES = [1, 2, 4, 8]  # of the pools
+quick = pytest.mark.quick
 
 
 def fill(executor, seed):
-  """Other random bytes in every leaf of the cache; returns them on the host."""
-  rng = np.random.default_rng(seed)
-  cache = jax.tree.map(
-    lambda x: rng.integers(0, 2**32, x.shape, np.uint32),
-    init_cache(executor._layout),
-  )
+  """Other random bytes in every leaf of the cache, the same in the copies of a head.
+
+  Returns them on the host.
+  """
+  rng, layout = np.random.default_rng(seed), executor._layout
+
+  def draw(x):
+    outer, num_heads, inner, head_dim = x.shape
+    shape = (outer, num_heads // layout.kv_copies, inner, head_dim)
+    if x.dtype == np.uint32:
+      return rng.integers(0, 2**32, shape, np.uint32).repeat(layout.kv_copies, axis=1)
+    return rng.random(shape, x.dtype).repeat(layout.kv_copies, axis=1)
+
+  cache = jax.tree.map(draw, init_cache(layout))
   executor._cache = jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), cache, executor._cache)
   return cache
 
 
 def page_of(layout, leaf, page):
-  """The bytes [K, page_size, h] of one page, from what `kv_cache` says about the layouts alone."""
+  """The bytes [copy, K, page_size, h] of one page, from what `kv_cache` says of layouts alone."""
   outer, index = divmod(page, layout.pages_per_outer)
-  return leaf[outer, :, index * layout.page_size : (index + 1) * layout.page_size]
+  heads = leaf[outer, :, index * layout.page_size : (index + 1) * layout.page_size]
+  return np.stack([heads[copy :: layout.kv_copies] for copy in range(layout.kv_copies)])
 
 
 def hand_over(source, target, source_pages, target_pages, num_tokens, *, row):
@@ -47,9 +69,24 @@ def hand_over(source, target, source_pages, target_pages, num_tokens, *, row):
   return handle
 
 
+def check_arrived(source, target, sent, before, arrived):
+  """`arrived`: target page -> source page. Every other page, and the source, are as they were."""
+  after = jax.device_get(target._cache)
+  for got, old, new in zip(*map(jax.tree.leaves, (after, before, sent)), strict=True):
+    for page in range(target._layout.num_pages):
+      want = page_of(target._layout, old, page)
+      if page in arrived:
+        one = page_of(source._layout, new, arrived[page])[:1]
+        want = np.broadcast_to(one, want.shape)
+      np.testing.assert_array_equal(page_of(target._layout, got, page), want)
+  for leaf, new in zip(*map(jax.tree.leaves, (source._cache, sent)), strict=True):
+    np.testing.assert_array_equal(leaf, new, "the source changed")
+
+
 LAYOUTS = ["slots", "paged"]
 
 
+@quick
 @pytest.mark.parametrize("to", LAYOUTS)
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("num_tokens", [24, 25, 27, 79, 80])
@@ -64,23 +101,148 @@ def test_pages_arrive_byte_for_byte_and_nothing_else_changes(request, kind, to, 
   target_pages = range(40, 60) if to == "slots" else range(119, 119 - reserved, -1)
   handle = hand_over(source, target, source_pages, target_pages, num_tokens, row=2)
   assert handle.num_bytes == num_tokens * 2 * 2 * 4  # K and V, two layers, uint32
-  after = jax.device_get(target._cache)
-  arrived = dict(zip(target_pages, source_pages))
-  for got, old, new in zip(*map(jax.tree.leaves, (after, before, sent)), strict=True):
-    for page in range(target._layout.num_pages):
-      want = page_of(source._layout, new, arrived[page]) if page in arrived else None
-      if want is None:
-        want = page_of(target._layout, old, page)
-      np.testing.assert_array_equal(page_of(target._layout, got, page), want)
-  for leaf, new in zip(*map(jax.tree.leaves, (source._cache, sent)), strict=True):
-    np.testing.assert_array_equal(leaf, new, "the source changed")
+  check_arrived(source, target, sent, before, dict(zip(target_pages, source_pages)))
   assert int(target._last_token[2]) == 123
   assert target._rows.tables[2, :reserved].tolist() == list(target_pages)
   source.reset()
   target.reset()
 
 
-class _Pieces:
+def pieces_sharding(shape, devices):
+  return axes_sharding("2 L K P h", shape, make_mesh(devices))
+
+
+def random_pieces(num_kv_heads, tp, seed=0):
+  """Pieces of a pool on the first `tp` devices, and their bytes on the host."""
+  shape = (2, 3, num_kv_heads, 8, 4)
+  host = np.random.default_rng(seed).integers(0, 2**32, shape, np.uint32)
+  return host, jax.device_put(host, pieces_sharding(shape, jax.devices()[:tp]))
+
+
+@quick
+@pytest.mark.parametrize("num_kv_heads", [8, 2, 1])
+@pytest.mark.parametrize(("source", "target"), list(itertools.product(SIZES, SIZES)))
+def test_pieces_are_equal_on_pools_of_any_two_sizes(source, target, num_kv_heads):
+  """On each device, split or replicated as the pool wants them, with all layers in one part."""
+  host, x = random_pieces(num_kv_heads, source)
+  sharding = pieces_sharding(x.shape, jax.devices()[::-1][:target])
+  reshard = Reshard(sharding)
+  parts = reshard.send(x)
+  y = reshard.join(parts, x)
+  assert y.sharding == sharding and len(y.addressable_shards) == target
+  for shard in y.addressable_shards:
+    np.testing.assert_array_equal(shard.data, host[shard.index])
+  np.testing.assert_array_equal(x, host, "the source changed")
+  read = sum(part.size for part in parts)
+  assert read == sum(shard.data.size for shard in y.addressable_shards), "an element went twice"
+  if num_kv_heads == 8:
+    assert len(parts) == max(source, target)
+
+
+@quick
+def test_pools_of_one_size_compile_nothing_and_others_once_for_each_shape():
+  for sizes, cuts, joins in (((4, 4), 0, 0), ((2, 4), 1, 0), ((4, 2), 0, 1), ((1, 8), 1, 0)):
+    host, x = random_pieces(8, sizes[0])
+    reshard = Reshard(pieces_sharding(x.shape, jax.devices()[::-1][: sizes[1]]))
+    for _ in range(3):
+      np.testing.assert_array_equal(reshard.join(reshard.send(x), x), host)
+    assert (reshard.num_traces["cut"], reshard.num_traces["join"]) == (cuts, joins)
+
+
+def boxes(*ranges):
+  return [((0, 2), r) for r in ranges]
+
+
+@quick
+def test_a_plan_reads_replicas_in_turn_and_pools_whose_sizes_do_not_divide():
+  whole, halves = boxes(*[(0, 6)] * 4), boxes((0, 3), (3, 6))
+  assert make_plan(whole, halves).takes == (((0, 0),), ((1, 0),))
+  assert make_plan(whole, halves).cuts == (((0, 3),), ((3, 6),), (), ())
+  assert make_plan(whole, whole).takes == tuple(((i, 0),) for i in range(4))
+  plan = make_plan(boxes((0, 2), (2, 4), (4, 6)), halves)
+  assert plan.axis == 1
+  assert plan.cuts == (((0, 2),), ((0, 1), (1, 2)), ((0, 2),))
+  assert plan.takes == (((0, 0), (1, 0)), ((1, 1), (2, 0)))
+
+
+@quick
+def test_a_plan_refuses_two_axes_and_holes():
+  with pytest.raises(ValueError, match=r"one axis, the same on both sides, not \[0, 1\]"):
+    make_plan([((0, 1), (0, 2)), ((1, 2), (0, 2))], boxes((0, 1), (1, 2)))
+  with pytest.raises(ValueError, match="no source shard holds 3 of axis 1"):
+    make_plan(boxes((0, 3), (4, 6)), boxes((0, 6)))
+
+
+@quick
+@pytest.mark.parametrize(("source", "target"), [(2, 2), (1, 2), (2, 4), (4, 2)])
+def test_a_hand_off_is_sent_while_its_pieces_are_being_computed(source, target):
+  """What `jax.device_put` does not where the sizes differ: it waits for them, on the host."""
+  host, x = random_pieces(8, source)
+  mesh = x.sharding.mesh
+
+  @jax.jit
+  def slow(w, x):  # as a step before the gather
+    w = jax.lax.fori_loop(0, 60, lambda _, w: jnp.tanh(w @ w * 1e-3), w)
+    return x + (w[0, 0] * 0).astype(x.dtype)
+
+  w = jax.device_put(np.ones((512, 512), np.float32), axes_sharding("D F", (512, 512), mesh))
+  reshard = Reshard(pieces_sharding(x.shape, cpus(source, target)[1]))
+  reshard.join(reshard.send(slow(w, x)), x).block_until_ready()  # compiles
+  pieces = slow(w, x)
+  parts = reshard.send(pieces)
+  ticket = TransferTicket(parts, lambda parts: None)
+  assert not pieces.is_ready() and not ticket.is_ready()
+  np.testing.assert_array_equal(reshard.join(parts, pieces), host)
+
+
+PAGES = PageConfig(
+  num_rows=ROWS, page_size=PAGE_SIZE, pages_per_row=PAGES_PER_ROW, num_pages=ROWS * PAGES_PER_ROW
+)
+BUCKETS = Buckets(prefill=(16,), mixed=(16,), rows=(ROWS,), pages=(4, PAGES_PER_ROW))
+
+
+@pytest.mark.parametrize(
+  ("sizes", "num_kv_heads"), [((2, 4), 8), ((4, 2), 8), ((4, 2), 2), ((1, 4), 2)]
+)
+def test_pools_of_other_sizes_hand_over_every_byte_and_compile_nothing_once_warm(
+  sizes, num_kv_heads
+):
+  """Through export and import, in every bucket; with 2 kv heads on 4 devices each lies on two."""
+  config = dataclasses.replace(TINY, num_layers=2, num_kv_heads=num_kv_heads)
+  model = from_arrays(config, random_arrays(config, 0))
+  executors = build_executors(model, PAGES, BUCKETS, cpus(*sizes), layout="paged")
+  lines = list(warm_up(executors, [{"gather"}, {"scatter"}]))
+  assert [line for line in lines if "copy" in line] == [
+    f"devices 0 to 1: copy {n} pages" for n in BUCKETS.pages
+  ]
+  source, target = executors
+  before = source.steps.num_traces + target.steps.num_traces + target.reshard.num_traces
+  compiled = []
+  sent, old = fill(source, 1), fill(target, 2)
+  jax.block_until_ready((source._cache, target._cache))
+
+  def listen(event, duration_s, **_):
+    if event == COMPILED:
+      compiled.append(duration_s)
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  arrived = {}
+  try:
+    for row, num_tokens in enumerate((3, 16, 17, 79)):
+      num_pages = -(-num_tokens // PAGE_SIZE)
+      source_pages = range(90, 90 - num_pages, -1)
+      target_pages = range(20 * row, 20 * row + num_pages)
+      hand_over(source, target, source_pages, target_pages, num_tokens, row=row)
+      arrived |= dict(zip(target_pages, source_pages))
+    jax.block_until_ready(target._cache)
+  finally:
+    jax.monitoring.unregister_event_duration_listener(listen)
+  assert not compiled
+  assert before == source.steps.num_traces + target.steps.num_traces + target.reshard.num_traces
+  check_arrived(source, target, sent, old, arrived)
+
+
+class _Part:
   """What `device_put` gives: a copy that ends when the test says so."""
 
   def __init__(self, error=None):
@@ -94,26 +256,24 @@ class _Pieces:
       raise self._error
 
 
-def make_ticket(monkeypatch, pieces, insert):
-  monkeypatch.setattr(transfer.jax, "device_put", lambda x, sharding: pieces)
-  ticket = TransferTicket(None, None, insert)
-  monkeypatch.undo()
-  return ticket
-
-
-def test_a_ticket_is_ready_when_the_copy_is_and_inserts_it_once(monkeypatch):
-  pieces, inserted = _Pieces(), []
-  ticket = make_ticket(monkeypatch, pieces, inserted.append)
-  assert not ticket.is_ready() and not ticket.is_ready() and not inserted
-  pieces.has_ended = True
+@quick
+def test_a_ticket_is_ready_when_the_copy_is_and_inserts_it_once():
+  parts, inserted = [_Part(), _Part()], []
+  ticket = TransferTicket(parts, inserted.append)
+  for part in parts:
+    assert not ticket.is_ready() and not ticket.is_ready() and not inserted
+    part.has_ended = True
   assert ticket.is_ready() and ticket.is_ready()
-  assert ticket.result() is None and inserted == [pieces]
+  assert ticket.result() is None and inserted == [parts]
 
 
-def test_a_failed_copy_is_ready_raises_and_is_never_inserted(monkeypatch):
-  pieces, inserted = _Pieces(ConnectionError("peer died")), []
-  pieces.has_ended = True
-  ticket = make_ticket(monkeypatch, pieces, inserted.append)
+@quick
+def test_a_failed_copy_is_ready_raises_and_is_never_inserted():
+  parts, inserted = [_Part(), _Part(ConnectionError("peer died"))], []
+  for part in parts:
+    part.has_ended = True
+  ticket = TransferTicket(parts, inserted.append)
+  ticket.block()  # raises nothing
   for _ in range(2):
     assert ticket.is_ready()
     with pytest.raises(ConnectionError, match="peer died"):
@@ -121,13 +281,14 @@ def test_a_failed_copy_is_ready_raises_and_is_never_inserted(monkeypatch):
   assert not inserted
 
 
-def test_an_insert_that_fails_surfaces_in_the_result(monkeypatch):
-  def insert(pieces):
+@quick
+def test_an_insert_that_fails_surfaces_in_the_result():
+  def insert(parts):
     raise MemoryError("no room")
 
-  pieces = _Pieces()
-  pieces.has_ended = True
-  ticket = make_ticket(monkeypatch, pieces, insert)
+  part = _Part()
+  part.has_ended = True
+  ticket = TransferTicket([part], insert)
   assert ticket.is_ready()
   with pytest.raises(MemoryError, match="no room"):
     ticket.result()

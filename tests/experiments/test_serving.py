@@ -7,13 +7,15 @@ import json
 import os
 import pathlib
 import signal
+import statistics
 import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
-from configs.hardware import LINKS
+from configs.hardware import HARDWARE, LINKS
 from experiments import compare, serving
 from experiments.program import Progress
 from experiments.serving import Experiment, check, compare_tokens, run_experiment, token_report
@@ -21,11 +23,14 @@ from experiments.worlds import SimWorld
 from pdjax.analysis.verdict import analyse
 from pdjax.config import ExperimentConfig, WorkloadConfig, load_config
 from pdjax.core.clock import VirtualClock
-from pdjax.core.events import Arrived, EventLog, Failed, Finished, Step, read_events
+from pdjax.core.costs import count_slices
+from pdjax.core.events import Arrived, Copied, EventLog, Failed, Finished, Step, read_events
 from pdjax.core.request import Request, SamplingParams
 from pdjax.metrics.goodput import Slo, attainment, summary
 from pdjax.metrics.latency import outcomes, phases, request_records
+from pdjax.scheduling.probe import probe_plan
 from pdjax.serving.executor import Handle
+from pdjax.sim.roofline import Roofline
 from pdjax.workloads.lengths import Fixed
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -182,7 +187,7 @@ def test_devices_of_a_pool_hand_over_at_the_same_time():
   for tp in (1, 4):
     config = sim_config("model=llama3-8b", "hardware=a100", "num_devices=8", f"tp={tp}")
     world = SimWorld(config, config.workload.lengths.longest, 30)
-    executor = world.executor((0,))
+    executor = world.executor(tuple(range(tp)))
     handle = Handle(
       request_id=0,
       num_tokens=tokens,
@@ -195,6 +200,79 @@ def test_devices_of_a_pool_hand_over_at_the_same_time():
     latency_s = LINKS[config.link].latency_s
     seconds[tp] = executor.import_(handle, row=0, page_ids=(), now_s=0.0).finish_s - latency_s
   assert seconds[4] == pytest.approx(seconds[1] / 4, rel=1e-4)
+
+
+def test_pools_of_any_shape_are_compared_on_as_many_devices(tmp_path):
+  """Each pool has the step times and the memory of its own devices; the others have theirs."""
+  pools = "2xprefill:tp2,1xdecode:tp4"
+  config = sim_config(
+    "model=llama3-8b", "hardware=a100", "cache.layout=paged", "num_devices=8", f"pools={pools}"
+  )
+  experiment = run_experiment(check(config, tmp_path), Progress())
+  assert list(experiment.runs) == [*STRATEGIES, pools]
+  for name, run in experiment.runs.items():
+    assert outcomes(run.records) == {"finished": 60, "failed": 0, "unfinished": 0}
+    names = {spec.name for spec in config.pools_of(name)}
+    assert {e.pool for e in run.log if isinstance(e, Step)} == names, "a pool that never ran"
+  copies = [e for e in experiment.runs[pools].log if isinstance(e, Copied)]
+  assert {(e.source, e.target) for e in copies} == {
+    ("prefill0", "decode0"),
+    ("prefill1", "decode0"),
+  }
+  world = experiment.world
+  fits = [world.pages_of(tuple(range(tp))).num_pages for tp in (1, 2, 4)]
+  # The weights are split too, so twice the devices hold more than twice as much.
+  assert fits[1] > 2 * fits[0] and fits[2] > 2 * fits[1]
+  link = LINKS[config.link]
+  waits_s = [  # for the copy before; two devices send to four
+    copy.end_s - copy.start_s - link.latency_s - copy.num_bytes / (2 * link.bytes_per_s)
+    for copy in copies
+  ]
+  assert min(waits_s) == pytest.approx(0, abs=1e-8)
+  decode_s = {
+    name: statistics.median(
+      e.end_s - e.start_s
+      for e in experiment.runs[name].log
+      if isinstance(e, Step) and e.kind == "decode"
+    )
+    for name in ("disaggregated", pools)
+  }
+  assert decode_s[pools] < decode_s["disaggregated"] / 1.5
+  assert (
+    world.alone
+    == run_experiment(
+      check(dataclasses.replace(config, pools=None), tmp_path), Progress()
+    ).world.alone
+  ), "targets would move with the pools that are compared"
+  counts = count_slices(decode_positions=(99,) * 8, num_emitted=8)
+  took_s = [world.step_time(tuple(range(tp)))(counts) for tp in (1, 2, 4)]
+  assert took_s[0] > took_s[1] > took_s[2]
+  _, data = serving.report(experiment)
+  assert "what tp=2 and tp=4 costs is uncalibrated" in data["verdict"]
+
+
+def test_pools_alone_are_held_to_what_they_can_do_themselves(tmp_path):
+  """A model that fits no single device; targets from the pools that run such steps."""
+  config = dataclasses.replace(
+    sim_config("model=llama3-70b", "hardware=a100", "cache.layout=paged", "num_devices=12",
+               "strategies=chunked", "tp=4"),
+    strategies=(), pools="1xprefill:tp8,1xdecode:tp4", tp=1,
+  )  # fmt: skip
+  experiment = run_experiment(check(config, tmp_path), Progress())
+  (run,) = experiment.runs.values()
+  assert outcomes(run.records) == {"finished": 60, "failed": 0, "unfinished": 0}
+  model, alone = experiment.world.model, experiment.world.alone
+  by_tp = {
+    tp: Roofline(model=model, device=HARDWARE["a100"], tp=tp, link=LINKS["nvlink"]) for tp in (4, 8)
+  }
+  pages = experiment.world.pages
+  prompt = probe_plan(pages, prefills=(448,))
+  assert alone.prefill_s(448) == by_tp[8].step_s(prompt) < by_tp[4].step_s(prompt)
+  plan = probe_plan(pages, decodes=pages.num_rows, context=experiment.world._context)
+  assert alone.decode_s(pages.num_rows) == by_tp[4].step_s(plan)
+  prefill_s = statistics.fmean(alone.prefill_s(p) for p, _ in config.workload.lengths.pairs(
+    4000, np.random.default_rng(0)))  # fmt: skip
+  assert experiment.capacity_rps <= 1.05 / prefill_s, "more than its prefill pool can take in"
 
 
 def test_simulation_imports_no_jax_and_starts_at_once(tmp_path):
@@ -352,6 +430,8 @@ def test_a_real_ctrl_c_during_warm_up_ends_with_130_and_no_crash(tmp_path):
 class ScriptedWorld:
   """A world of which only the margins matter; remembers what it was asked."""
 
+  bytes_per_value = 4
+
   def __init__(self, margin: float | None):
     self.margin, self.asked = margin, []
 
@@ -447,6 +527,7 @@ def test_a_difference_is_a_tie_only_below_a_margin_of_a_thousandth(margin, is_ti
     "strategies": ["a", "c"],
     "token_ids": [8, 99],
     "margin": margin,
+    "tie_margin": 1e-3,
     "is_tie": is_tie,
   }
   # The margin is that between the tokens that could follow what both still agree on.
@@ -454,6 +535,14 @@ def test_a_difference_is_a_tie_only_below_a_margin_of_a_thousandth(margin, is_ti
   for part in ("request 1", "output token 2", "a 8", "c 99", "margin"):
     assert part in text
   assert ("FAILED" in text, "(a tie)" in text) == (not is_tie, is_tie)
+
+
+def test_in_bfloat16_a_tie_is_wider():
+  experiment = experiment_with(0.1, a=SAME, b=OTHER)
+  _, _, is_wrong = token_report(experiment)
+  experiment.world.bytes_per_value = 2
+  _, (difference,) = compare_tokens(experiment)
+  assert is_wrong and difference.is_tie
 
 
 def test_streams_that_broke_off_are_compared_as_far_as_they_go():
@@ -503,15 +592,54 @@ def get_config():
 """
 
 
-def test_a_comparison_on_the_engine_gives_the_same_tokens_everywhere(tmp_path):
+def serve_small(tmp_path, program, *argv):
   pytest.importorskip("matplotlib")
   (tmp_path / "small.py").write_text(SMALL)
-  command = [sys.executable, "-m", "experiments.compare", "--config=small.py", "--out=out"]
+  command = [sys.executable, "-m", f"experiments.{program}", "--config=small.py", "--out=out"]
   # What is compiled runs for milliseconds, so it is compiled fast.
   fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
   env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": fast}
-  done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+  done = subprocess.run(
+    [*command, *argv], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240
+  )
   assert done.returncode == 0, done.stderr
+  return done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("program", "argv", "names"),
+  [("compare", ["--strategies=chunked"], ["chunked"]), ("run", [], [])],
+)
+def test_pools_of_any_shape_serve_on_the_engine(tmp_path, program, argv, names):
+  """With the tokens of mixed pools, beside or without them."""
+  pools = "1xprefill:tp2,2xdecode:tp1"
+  done = serve_small(tmp_path, program, f"--pools={pools}", *argv)
+  data = check_files(tmp_path / "out", [*names, pools])
+  assert data["tokens_identical"] is (True if names else None)
+  assert data["strategies"][pools]["num_failed"] == 0
+  assert data["strategies"][pools]["handoff_bytes"] > 0
+  assert data["config"]["num_devices"] == 4
+  log = read_events(tmp_path / "out" / "events.jsonl")[pools]
+  assert {e.pool for e in log if isinstance(e, Step)} == {"prefill0", "decode0", "decode1"}
+  assert list(data["simulated"]["strategies"]) == [*names, pools]
+  assert "simulated llama3-8b on 4 x a100" in done.stdout
+
+
+def test_pools_that_the_simulated_model_cannot_have_run_on_the_engine_alone():
+  """SmolLM2 has 9 heads, Llama-3-8B 32."""
+  for pools, num_devices, reason in (
+    ("1xprefill:tp3,1xdecode", 4, "llama3-8b: num_heads=32 is no multiple of the 3 devices"),
+    ("1xprefill:tp2,2xdecode", 4, None),
+    (None, 3, None),  # then its pools have a device each
+  ):
+    config = load_config(QUICKSTART, [f"num_devices={num_devices}", f"pools={pools}"])
+    found = compare.why_no_twin(config)
+    assert found is None if reason is None else reason in found
+
+
+def test_a_comparison_on_the_engine_gives_the_same_tokens_everywhere(tmp_path):
+  done = serve_small(tmp_path, "compare")
   data = check_files(tmp_path / "out", STRATEGIES)
   assert data["tokens_identical"] is True
   logs = read_events(tmp_path / "out" / "events.jsonl")

@@ -225,6 +225,36 @@ CASES = {
     ["--model=tiny", "--set", "num_devices=6", "--set", "tp=4"],
     ["num_devices=6 is no multiple of tp=4"],
   ),
+  "role of a pool": (
+    "compare",
+    ["--backend=sim", "--pools=2xprefil:tp2,1xdecode:tp4"],
+    ["unknown role 'prefil'", "did you mean prefill", "write COUNTxROLE[:tpN][:POLICY],..."],
+  ),
+  "pools that nobody takes over from": (
+    "run",
+    ["--model=tiny", "--pools=2xprefill:tp2"],
+    ["pools='2xprefill:tp2'", "need a decode pool", "write COUNTxROLE[:tpN][:POLICY],..."],
+  ),
+  "pools on other devices": (
+    "compare",
+    ["--model=tiny", "--pools=1xprefill:tp2,1xdecode", "--set", "num_devices=4"],
+    ["have 3 devices, but num_devices=4", "compared on equal devices"],
+  ),
+  "pools that no other strategy can match": (
+    "compare",
+    ["--backend=sim", "--pools=1xprefill:tp2,1xdecode", "--set", "tp=2"],
+    ["have 3 devices, which continuous, chunked, disaggregated cannot have too"],
+  ),
+  "pools and a strategy": (
+    "run",
+    ["--pools=1xprefill,1xdecode", "--strategy=chunked"],
+    ["--pools=1xprefill,1xdecode and --strategy=chunked", "one of them"],
+  ),
+  "heads left over in one pool": (
+    "run",
+    ["--backend=sim", "--model=llama3-8b", "--pools=1xprefill,1xdecode:tp3"],
+    ["llama3-8b", "num_heads=32 is no multiple of the 3 devices"],
+  ),
   "heads left over": (
     "run",
     ["--backend=sim", "--model=llama3-8b", "--set", "num_devices=6", "--set", "tp=3"],

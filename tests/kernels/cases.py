@@ -212,6 +212,24 @@ def check_padding(attend: Attend, case: AttentionCase) -> None:
   assert np.isfinite(np.asarray(out, np.float32)).all()
 
 
+def check_isolation(attend: Attend, case: AttentionCase) -> None:
+  """Asserts that a slice whose own values went wrong is NaN, and that no other is any different.
+
+  Each page is of one slice in these cases, and one page is one entry of the cache.
+  """
+  batch = case.build()
+  run = functools.partial(attend, batch.q, prefill=batch.prefill, decode=batch.decode)
+  before = np.asarray(run(pages=batch.pages, **case.options), np.float32)
+  for start, length, _, table in zip(*map(np.asarray, batch.slices), strict=True):
+    if length:
+      wrong = tuple(x.at[table[0]].set(jnp.nan) for x in batch.pages)
+      after = np.asarray(run(pages=wrong, **case.options), np.float32)
+      own = np.isin(np.arange(case.num_tokens), start + np.arange(length))
+      assert np.isnan(after[own]).all(), f"{case}: the slice at {start} hides what went wrong"
+      others = batch.owned & ~own
+      np.testing.assert_array_equal(after[others], before[others])
+
+
 def _mutation(change: Callable[..., tuple]) -> Attend:
   """A reference that is wrong by `change`, with zeros for poison: so NaN gives nothing away."""
 

@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.cases import MUTATIONS, AttentionCase, check, check_padding, check_write
+from kernels.cases import (
+  MUTATIONS,
+  AttentionCase,
+  check,
+  check_isolation,
+  check_padding,
+  check_write,
+)
 
 from configs.targets import TARGETS
 from pdjax.engine.aot import make_target_mesh
@@ -99,6 +106,11 @@ def check_mutations(dtype):
     with pytest.raises(AssertionError, match="off by"):
       check(kernel(), case, reference=mutated)
       pytest.fail(f"{dtype}: {name} passes")
+
+
+@pytest.mark.quick
+def test_what_goes_wrong_in_a_request_stays_there():
+  check_isolation(kernel(), MIXED)
 
 
 @pytest.mark.quick

@@ -1,11 +1,15 @@
 """Paged = slots = plain dense causal attention, whatever lies in unused places."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from models.model_passes import decode_batch, make_tables, prefill_batch, step_batch
 
+from pdjax.engine.mesh import make_mesh
 from pdjax.kernels.backends import xla
 from pdjax.kernels.choice import Tuning
 from pdjax.kernels.slices import Slices
@@ -160,6 +164,38 @@ def test_a_mixed_step_is_its_two_halves(kind):
     want = dense(q[i : i + 1], keys[row], values[row], [position])
     np.testing.assert_allclose(mixed[i : i + 1], want, rtol=0, atol=TOLERANCE)
   assert np.isfinite(mixed).all()
+
+
+@pytest.mark.parametrize("tp", [2, 6])
+@pytest.mark.parametrize("backend", ["xla", "triton"])
+def test_devices_attend_with_their_heads_what_one_does_with_all(backend, tp):
+  """With 6 devices and 2 kv heads, each of which three devices have."""
+  layout = make_layout("paged")
+  tables, rng = make_tables(layout), np.random.default_rng(2)
+  keys, values = rng.standard_normal((2, 3, 6, K, HEAD_DIM)).astype(np.float32)
+  cache = filled_cache(layout, tables, keys, values)
+  prefill, _ = prefill_batch(layout, tables, [(2, 6, range(7))], num_tokens=8)
+  batch = step_batch(prefill, decode_batch(layout, tables, [(1, 6, 0)], num_rows=2))
+  batch = jax.tree.map(jnp.asarray, batch)
+  q = rng.standard_normal((10, H, HEAD_DIM)).astype(np.float32)
+  k, v = rng.standard_normal((2, 10, K, HEAD_DIM)).astype(np.float32)
+  tiles = TileConfig(backend=backend, interpret=backend == "triton")
+  tuning = Tuning(prefill=tiles, decode=tiles, mixed=tiles, write=tiles)
+
+  def run(layout, cache, mesh=None):
+    attention = Attention(layout=layout, tuning=tuning, mesh=mesh)
+    return jax.jit(lambda *args: attention(batch)(*args, None))(q, k, v, cache)
+
+  want, want_cache = run(layout, cache)
+  copies = max(1, tp // K)
+  mesh = make_mesh(jax.devices("cpu")[:tp])
+  sharding = NamedSharding(mesh, layout.split(*mesh.axis_names))
+  cache = tuple(jax.device_put(np.repeat(x, copies, axis=1), sharding) for x in cache)
+  out, new_cache = run(dataclasses.replace(layout, kv_copies=copies), cache, mesh.abstract_mesh)
+  np.testing.assert_allclose(out[:9], want[:9], rtol=0, atol=TOLERANCE)
+  for x, y in zip(new_cache, want_cache, strict=True):
+    assert x.sharding.is_equivalent_to(sharding, x.ndim)
+    np.testing.assert_array_equal(x, np.repeat(y, copies, axis=1))
 
 
 def test_paged_and_slots_give_the_same_bytes(case):

@@ -13,6 +13,7 @@ from pdjax.core.plain import from_plain, to_plain
 from pdjax.core.plan import StepPlan
 from pdjax.core.request import Request, SamplingParams
 from pdjax.serving.cluster import Cluster
+from pdjax.serving.executor import PageShape
 from pdjax.serving.loop import Inbox, serve
 
 pytestmark = pytest.mark.quick
@@ -324,11 +325,66 @@ def test_steps_of_a_pool_never_overlap_and_start_when_the_one_before_ended():
       last_end_s[e.pool] = e.end_s
 
 
-def test_roles_and_page_sizes_are_checked_when_the_cluster_is_built():
-  with pytest.raises(ValueError, match="prefill and decode"):
-    Cluster([make_pool(role="prefill")])
-  with pytest.raises(ValueError, match="page sizes must be equal"):
-    Cluster([make_pool("a", page_size=4), make_pool("b", page_size=8)])
+@pytest.mark.parametrize(
+  ("roles", "message"),
+  [
+    (["prefill"], "prefill pools need a decode pool"),
+    (["prefill", "mixed"], "prefill pools need a decode pool"),
+    (["decode"], "decode pools need a prefill pool"),
+    (["mixed", "decode", "decode"], "decode pools need a prefill pool"),
+    ([], "no pools"),
+  ],
+)
+def test_roles_that_serve_no_request_to_its_end_are_refused(roles, message):
+  with pytest.raises(ValueError, match=message):
+    Cluster([make_pool(f"pool{i}", role=role) for i, role in enumerate(roles)])
+
+
+def test_pools_whose_pages_differ_are_refused_with_all_that_differs():
+  page = PageShape(page_size=4, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
+
+  def pool(name, **changes):
+    made = make_pool(name, page_size=changes.get("page_size", 4))
+    made.executor.page_shape = dataclasses.replace(page, **changes)
+    return made
+
+  Cluster([pool("a"), pool("b")])
+  with pytest.raises(ValueError) as error:
+    Cluster([pool("a"), pool("b", dtype="bfloat16", page_size=8), pool("c", num_kv_heads=4)])
+  assert str(error.value) == (
+    "pools exchange pages, so these must be alike: page_size is 4 in a, 8 in b, 4 in c; "
+    "num_kv_heads is 2 in a, 2 in b, 4 in c; dtype is float32 in a, bfloat16 in b, float32 in c"
+  )
+  for field in dataclasses.fields(PageShape):
+    other = {field.name: "int8" if field.name == "dtype" else 64}
+    with pytest.raises(ValueError, match=f"alike: {field.name} is"):
+      Cluster([pool("a"), pool("b", **other)])
+
+
+def test_a_pool_that_knows_no_pages_fits_any_of_the_same_size():
+  pools = [make_pool("a"), make_pool("b")]
+  pools[1].executor.page_shape = None
+  Cluster(pools)
+  other = make_pool("c", page_size=8)
+  other.executor.page_shape = None
+  with pytest.raises(ValueError, match=r"alike: page_size is 4 in a, 4 in b, 8 in c$"):
+    Cluster([*pools, other])
+  other.executor.page_shape = pools[0].executor.page_shape
+  with pytest.raises(ValueError, match=r"c plans pages of 8 tokens, .* executor has pages of 4"):
+    Cluster([other])
+
+
+def test_mixed_pools_serve_beside_prefill_and_decode_pools():
+  requests = make_requests(40, seed=31, rate_rps=200.0)
+  pools = [
+    make_pool("mixed0", num_rows=3),
+    *(make_pool(f"prefill{i}", role="prefill", policy="prefill_only", budget=80) for i in range(2)),
+    *(make_pool(f"decode{i}", role="decode", policy="decode_only") for i in range(3)),
+  ]
+  log = run(Cluster(pools), requests)
+  assert tokens_of(log) == expected(requests)
+  assert {e.pool for e in log if isinstance(e, Step)} == {pool.name for pool in pools}
+  assert {e.source for e in log if isinstance(e, Copied)} == {"prefill0", "prefill1"}
 
 
 def test_the_second_step_is_planned_just_before_the_first_one_ends():

@@ -38,11 +38,12 @@ def plan(num_decodes: int = 0, emits: tuple[bool, ...] = ()) -> StepPlan:
   )
 
 
-def executor() -> SimExecutor:
+def executor(**options) -> SimExecutor:
   return SimExecutor(
     step_s=lambda plan: 0.25 * plan.num_tokens,
     link=Link(name="l", latency_s=0.5, bytes_per_s=64.0),
     kv_bytes_per_token=32,
+    **options,
   )
 
 
@@ -93,6 +94,14 @@ def test_a_copy_moves_the_bytes_of_its_tokens_beside_the_steps():
   assert ticket.finish_s == 1.0 + 0.5 + 6 * 32 / 64
   assert ticket.result() is None
   source.drop(handle)
+
+
+@pytest.mark.parametrize(("sends", "receives"), [(1, 4), (4, 1), (2, 4), (4, 2), (4, 4)])
+def test_a_copy_takes_as_many_links_as_both_sides_have(sends, receives):
+  source, target = executor(num_links=sends), executor(num_links=receives)
+  handle = export(source, num_tokens=6)
+  ticket = target.import_(handle, row=2, page_ids=(7,), now_s=1.0)
+  assert ticket.finish_s == 1.0 + 0.5 + 6 * 32 / 64 / min(sends, receives)
 
 
 def test_a_link_never_carries_more_than_its_rate():

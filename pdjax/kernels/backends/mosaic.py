@@ -6,7 +6,7 @@ of decodes' parts, and writes. Not measured on a GPU. The arithmetic of the tile
 multiply-adds in tensor cores, 16 exponentials, 128 B of SMEM) and head_dim 128:
 
 - A chunk's tile of 128 rows x 128 keys is 8.4 MFLOP in 1.4 us and reads 64 KB of K and V: 128 FLOP
-  a byte, so all SMs draw 6 TB/s, most of it from L2, as programs of one kv head run side by side.
+  a byte, so all SMs draw 6 TB/s, most of it from L2, as programs of one kv head run at once.
   Its 16,384 exponentials take 1,024 clocks beside 2,048 of products: the two warpgroups take turns,
   so that they overlap. A thread holds 64 floats of the result, 64 of scores and 32 registers of
   weights, within 232; ptxas spills nothing.
@@ -38,7 +38,7 @@ from pdjax.kernels.tile_config import Case, Chip, TileConfig
 
 SMEM_BYTES = 232_448  # of a program on Hopper
 _ALIGNED_TOKENS = 8  # where a TMA copy into swizzled SMEM may begin
-_WRITTEN_TOKENS = 8  # of a program of `write`
+_WRITTEN_TOKENS = 8  # of a program of `write`, if SMEM holds as many
 
 
 def refuses(case: Case, chip: Chip) -> str | None:
@@ -168,6 +168,8 @@ def _chunk_work(q: jax.Array, prefill: Slices, shape: Shape) -> Work:
   skips = jnp.where(firsts == 0, skips, 0)
   counts = jnp.where(is_used, jnp.minimum(lengths - firsts, shape.chunks.tokens), 0)
   positions = offsets + firsts
+  # A TMA descriptor that tiles by 8 tokens has no part of a tile.
+  padded = max(shape.chunks.piece, -(-num_tokens // _ALIGNED_TOKENS) * _ALIGNED_TOKENS)
   return Work(
     _columns(
       slice=owners,
@@ -179,7 +181,7 @@ def _chunk_work(q: jax.Array, prefill: Slices, shape: Shape) -> Work:
       high=positions + counts,
     ),
     prefill.tables,
-    jnp.pad(q, ((0, max(0, shape.chunks.piece - num_tokens)), (0, 0), (0, 0))),
+    jnp.pad(q, ((0, padded - num_tokens), (0, 0), (0, 0))),
   )
 
 
@@ -234,20 +236,28 @@ def _decode_work(q: jax.Array, decode: Slices, shape: Shape, config: TileConfig)
 def _merge(
   partials: Partials, parts: Work, lengths: jax.Array, shape: Shape
 ) -> jax.Array:  # [B, K, G, h] float32
-  """Sums the parts of each row by their weights; a product with a matrix of who owns which."""
+  """Sums the parts of each row by their weights; a product with a matrix of who owns which.
+
+  In few operations, as each is a launch: the product is one for all heads. It would spread what is
+  not finite to every row, so rows with such parts are told apart, and theirs is NaN alone.
+  """
   heads, (num_slices,) = shape.decodes, lengths.shape
-  is_used = parts.tiles[:, kernel.COUNT] > 0
-  is_own = is_used[:, None] & (parts.tiles[:, kernel.SLICE, None] == jnp.arange(num_slices))
-  is_own = is_own[:, :, None, None, None, None]  # [n, B, K, groups, W, heads]
-  tops, sums = (x[:, None, ..., : heads.heads] for x in (partials.tops, partials.sums))
-  top = jnp.where(is_own, tops, -jnp.inf).max((0, 4), keepdims=True)
-  weights = jnp.where(is_own, jnp.exp2(tops - top) * sums, 0)
-  total = weights.sum((0, 4), keepdims=True)
-  weights = jnp.where(is_own, weights / total, 0)
-  halves = partials.halves[..., : heads.heads, :].astype(jnp.float32)
-  results = jnp.where(is_used[:, None, None, None, None, None], halves.sum(4), 0)
-  merged = jnp.einsum("nbkgwr,nkgwrh->bkgrh", weights, results, precision=lax.Precision.HIGHEST)
-  merged = merged.reshape(num_slices, shape.num_kv_heads, -1, shape.head_dim)
+  is_used = (parts.tiles[:, kernel.COUNT] > 0)[:, None]
+  is_own = is_used & (parts.tiles[:, kernel.SLICE, None] == jnp.arange(num_slices))  # [n, B]
+  # Of the parts [n, K, groups, W, r], r heads, and of rows [B, K, groups, r].
+  tops, sums = (x[..., : heads.heads] for x in (partials.tops, partials.sums))
+  top = jnp.where(is_own[..., None, None, None], tops.max(3)[:, None], -jnp.inf).max(0)
+  shares = (jnp.exp2(tops - top[parts.tiles[:, kernel.START], :, :, None]) * sums)[..., None]
+  results = partials.halves[..., : heads.heads, :].astype(jnp.float32).sum(4)
+  both = jnp.concatenate([results * shares, shares], axis=-1).sum(3)  # [n, K, groups, r, h + 1]
+  both = both.reshape(len(both), -1)
+  is_finite = jnp.isfinite(both).all(1, keepdims=True)
+  both = jnp.where(is_used & is_finite, both, 0)
+  is_lost = (is_own & ~is_finite).any(0)[:, None, None, None]
+  both = jnp.matmul(is_own.T.astype(jnp.float32), both, precision=lax.Precision.HIGHEST)
+  both = both.reshape(num_slices, shape.num_kv_heads, -1, shape.head_dim + 1)
+  merged, total = both[..., :-1], both[..., -1:]
+  merged = jnp.where(is_lost, jnp.nan, merged / jnp.where(total > 0, total, 1))
   return merged[:, :, : shape.group]
 
 
@@ -265,8 +275,10 @@ def write(
   num_outer, num_kv_heads, inner, head_dim = k_pages.shape
   dtype = k_pages.dtype
   (num_tokens,) = slots.shape
-  num_programs = -(-num_tokens // _WRITTEN_TOKENS)
-  padding = num_programs * _WRITTEN_TOKENS - num_tokens
+  token_bytes = 2 * num_kv_heads * head_dim * dtype.itemsize
+  written = min(_WRITTEN_TOKENS, (SMEM_BYTES - 8192) // token_bytes)
+  num_programs = -(-num_tokens // written)
+  padding = num_programs * written - num_tokens
   slots = jnp.pad(slots, (0, padding), constant_values=-1)
   news = [x.astype(dtype).reshape(num_tokens, num_kv_heads, 1, head_dim) for x in (k, v)]
   news = [jnp.pad(x, ((0, padding), *((0, 0),) * 3)) for x in news]
@@ -274,11 +286,11 @@ def write(
 
   def body(slots_ref, *rest):
     *copied, barrier = rest
-    first = lax.axis_index("program") * _WRITTEN_TOKENS
+    first = lax.axis_index("program") * written
     for source, smem in zip(copied[:2], copied[4:]):
-      plgpu.copy_gmem_to_smem(source.at[pl.ds(first, _WRITTEN_TOKENS)], smem, barrier)
+      plgpu.copy_gmem_to_smem(source.at[pl.ds(first, written)], smem, barrier)
     plgpu.barrier_wait(barrier)
-    for i in range(_WRITTEN_TOKENS):
+    for i in range(written):
       slot = slots_ref[first + i]
 
       @pl.when((slot >= 0) & (slot < num_outer * inner))
@@ -289,7 +301,7 @@ def write(
 
     plgpu.wait_smem_to_gmem(0)
 
-  buffer = plgpu.SMEM((_WRITTEN_TOKENS, num_kv_heads, 1, head_dim), dtype)
+  buffer = plgpu.SMEM((written, num_kv_heads, 1, head_dim), dtype)
   plgpu.kernel(
     body,
     out_type=(),

@@ -36,7 +36,7 @@ ROWS = 64  # of a compute warpgroup: those of one wgmma
 SWIZZLE_BYTES = 128
 _COLUMNS = 64  # of 16 bits: as many as are swizzled together
 _LOG2E = math.log2(math.e)
-_LOWEST = -1e30  # finite, so that rows which see nothing stay free of NaN
+_LOWEST = -1e30  # of a row's top: finite, so that rows which see nothing stay free of NaN
 _REGISTERS = {2: (232, 40), 3: (160, 32)}  # of compute and memory threads; 65,536 in all
 
 # The columns of a program in `Work.tiles`.
@@ -365,7 +365,8 @@ def _compute(kind, warpgroup, tile: _Tile, queries, out, scratch, shape: Shape) 
     if shape.soft_cap is not None:
       scores, unit = jnp.tanh(scores * (shape.scale / shape.soft_cap)), shape.soft_cap * _LOG2E
     if is_masked:
-      scores = jnp.where(_sees(position, key, shape), scores, _LOWEST)
+      # Not a finite number: fused with the product, its rounding error alone could be 1e21.
+      scores = jnp.where(_sees(position, key, shape), scores, -jnp.inf)
     new_top = jnp.maximum(top, scores.max(axis=1) * unit)
     weights = jnp.exp2(scores * unit - lax.broadcast_in_dim(new_top, scores.shape, [0]))
     keep = jnp.exp2(top - new_top)
