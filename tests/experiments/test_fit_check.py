@@ -146,7 +146,7 @@ class Keeping(aot.Steps):
     return super()._jit(name, function, ())
 
 
-@pytest.mark.parametrize("steps", [Copying, Keeping])
+@pytest.mark.parametrize("steps", [Copying, pytest.param(Keeping, marks=pytest.mark.slow)])
 def test_a_cache_that_is_there_twice_is_told_and_counted(
   steps, capsys, monkeypatch, plain_sampling
 ):

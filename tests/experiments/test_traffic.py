@@ -163,6 +163,7 @@ def get_config():
 """
 
 
+@pytest.mark.slow
 def test_a_scaled_trace_runs_on_the_engine_in_chunks_shorter_than_its_prompts(tmp_path, mooncake):
   (tmp_path / "small.py").write_text(CONFIG)
   command = [sys.executable, "-m", "experiments.run", "--config=small.py", f"--trace={mooncake}",
