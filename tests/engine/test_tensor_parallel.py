@@ -105,7 +105,8 @@ def collectives(compiled):
   return collections.Counter(COLLECTIVES.findall(compiled.as_text()))
 
 
-@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [2, 4])
 def test_a_layer_costs_two_all_reduces_and_no_other_collective(tp):
   one, _ = compiled_steps(1, tp)
   two, executor = compiled_steps(2, tp)

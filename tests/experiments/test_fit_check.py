@@ -104,6 +104,7 @@ def test_the_largest_page_count_fits_and_one_page_more_does_not(capsys, plain_sa
   assert "grow" not in out
 
 
+@pytest.mark.slow
 def test_too_many_rows_are_told_by_how_much_and_how_many_fit(capsys, plain_sampling):
   q = question(memory_bytes=60e6, asked=5000, layout="slots", tp=1)
   assert run(q) == 1
@@ -146,7 +147,8 @@ class Keeping(aot.Steps):
     return super()._jit(name, function, ())
 
 
-@pytest.mark.parametrize("steps", [Copying, pytest.param(Keeping, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [Copying, Keeping])
 def test_a_cache_that_is_there_twice_is_told_and_counted(
   steps, capsys, monkeypatch, plain_sampling
 ):

@@ -154,6 +154,7 @@ def test_two_calls_are_one_mixed_call():
   assert problem.error(run.out(run.call(run.state, *run.sets[0]))) <= problem.tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", [DECODE, MIXED, WRITE], ids=lambda work: work.name)
 def test_a_wrong_kernel_is_not_timed_and_fails_the_run(work, tmp_path, monkeypatch):
   monkeypatch.setattr(kernel_bench, "measure_ceilings", lambda sizes: CEILINGS)

@@ -103,6 +103,7 @@ def trainer(straight):
   return train_tiny.Trainer(recipe, straight, topics)
 
 
+@pytest.mark.slow
 def test_the_export_is_the_trained_model_rounded(trainer, straight):
   assert trainer.num_steps_done == NUM_STEPS
   checkpoint = open_checkpoint(straight / "model")
@@ -112,12 +113,14 @@ def test_the_export_is_the_trained_model_rounded(trainer, straight):
     np.testing.assert_array_equal(got, np.asarray(exact).astype(np.float16), err_msg=name)
 
 
+@pytest.mark.slow
 def test_losses_fall_and_all_are_kept(trainer):
   losses, held_out = trainer.train_losses, trainer.held_out_losses
   assert np.isfinite(losses).all() and losses[-3:].mean() < losses[:3].mean() - 0.3
   assert np.isfinite(held_out).all() and held_out[-1] < held_out[0] - 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "flags, parts",
   [
