@@ -65,13 +65,11 @@ def attend(config: TileConfig):
 
 
 @needs_mosaic
-@pytest.mark.quick
 def test_chunks_are_the_reference():
   check(attend(CONFIG), CHUNKS)
 
 
 @needs_mosaic
-@pytest.mark.quick
 def test_parts_of_decodes_are_the_reference():
   check(attend(CONFIG), DECODES)
 
@@ -151,7 +149,6 @@ def test_the_check_catches_every_mutation():
 
 
 @needs_mosaic
-@pytest.mark.quick
 @pytest.mark.parametrize("inner", [8, 32])
 def test_writes_are_the_reference(inner):
   check_write(functools.partial(mosaic.write, config=CONFIG), inner=inner, dtype="bfloat16")
@@ -171,7 +168,6 @@ def case_of(kernel: str, **changes) -> Case:
 
 
 @needs_mosaic
-@pytest.mark.quick
 @pytest.mark.parametrize(
   "chip, changes, reason",
   [
@@ -196,7 +192,6 @@ def test_what_it_cannot_serve_it_refuses_with_a_reason(chip, changes, reason):
 
 
 @needs_mosaic
-@pytest.mark.quick
 def test_a_config_that_cannot_work_is_an_error():
   batch = DECODES.build()
   for changes, message in [
@@ -330,5 +325,6 @@ def test_writes_are_in_place(target, num_kv_heads, capfd, monkeypatch):
     struct(64),
   )
   assert memory.alias_size_in_bytes == 2 * page.size * page.dtype.itemsize
-  assert memory.temp_size_in_bytes < 2**20
+  # K and V may be padded to whole programs.
+  assert memory.temp_size_in_bytes < 3 * new.size * new.dtype.itemsize
   assert "cp.async.bulk.tensor" in text
