@@ -65,11 +65,13 @@ def attend(config: TileConfig):
 
 
 @needs_mosaic
+@pytest.mark.slow
 def test_chunks_are_the_reference():
   check(attend(CONFIG), CHUNKS)
 
 
 @needs_mosaic
+@pytest.mark.slow
 def test_parts_of_decodes_are_the_reference():
   check(attend(CONFIG), DECODES)
 
@@ -149,6 +151,7 @@ def test_the_check_catches_every_mutation():
 
 
 @needs_mosaic
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", [8, 32])
 def test_writes_are_the_reference(inner):
   check_write(functools.partial(mosaic.write, config=CONFIG), inner=inner, dtype="bfloat16")
@@ -168,6 +171,7 @@ def case_of(kernel: str, **changes) -> Case:
 
 
 @needs_mosaic
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "chip, changes, reason",
   [
@@ -192,6 +196,7 @@ def test_what_it_cannot_serve_it_refuses_with_a_reason(chip, changes, reason):
 
 
 @needs_mosaic
+@pytest.mark.slow
 def test_a_config_that_cannot_work_is_an_error():
   batch = DECODES.build()
   for changes, message in [

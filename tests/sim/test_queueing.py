@@ -23,7 +23,6 @@ from pdjax.serving.loop import Inbox, serve
 from pdjax.sim.hardware import Link
 from pdjax.sim.sim_executor import SimExecutor
 
-pytestmark = pytest.mark.quick
 STEP_S = 2.0**-6
 NUM_REQUESTS, NUM_BATCHES = 20_000, 20
 
