@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from experiments.kernel_cases import Problem, Work
 from experiments.kernel_timing import Run
 from pdjax.kernels.backends import backend
-from pdjax.kernels.choice import Tuning, choose
+from pdjax.kernels.choice import Tuning, as_run_on, chip_of, choose
 from pdjax.kernels.chunked_prefill import chunked_prefill
 from pdjax.kernels.mixed import mixed
 from pdjax.kernels.paged_decode import paged_decode
@@ -118,8 +118,7 @@ def default(name: str, case: Case, chip: Chip, problem: Problem) -> Run:
 
 def interpreted(config: TileConfig) -> TileConfig:
   """`config` for this machine: without a GPU, Pallas kernels run in interpret mode."""
-  is_interpreted = jax.default_backend() == "cpu" and config.backend != "xla"
-  return dataclasses.replace(config, interpret=is_interpreted)
+  return as_run_on(chip_of(jax.devices()[0]), config)
 
 
 def tiles(chip: Chip, case: Case) -> Iterator[TileConfig]:

@@ -1,4 +1,4 @@
-"""Every compiled function of the engine, in one place.
+"""Every compiled function of the engine, in one place, but for the cuts and joins of transfer.py.
 
   function       donates                  static shapes                compiled once per
   prefill_step   cache, last_token, seen  T                            bucket and mesh

@@ -106,10 +106,15 @@ def choose(
   for why, kernels in passed_over.items():
     instead = ", ".join(f"{kernel} by {picked[kernel].backend}" for kernel in kernels)
     _log.warning("attention is not run by %s; instead %s", why, instead)
-  if chip.platform == "cpu":
-    picked = {k: dataclasses.replace(c, interpret=c.backend != "xla") for k, c in picked.items()}
+  picked = {kernel: as_run_on(chip, config) for kernel, config in picked.items()}
   fresh = None if candidates == ("xla",) else _fresh(chip, case("fresh"))
   return Tuning(**picked, fresh=fresh)
+
+
+def as_run_on(chip: Chip, config: TileConfig) -> TileConfig:
+  """`config` as a chip can run it: a CPU interprets what is not plain XLA."""
+  is_interpreted = chip.platform == "cpu" and config.backend != "xla"
+  return dataclasses.replace(config, interpret=is_interpreted)
 
 
 def _fresh(chip: Chip, case: Case) -> TileConfig | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pdjax.kernels.backends import backend
+from pdjax.kernels.backends import attend
 from pdjax.kernels.reference import attention_reference
 from pdjax.kernels.slices import Pages, Slices
 from pdjax.kernels.tile_config import TileConfig
@@ -28,9 +28,8 @@ def mixed(
   Decodes, which wait for memory, then run beside chunks, which wait for arithmetic (POD-Attention,
   Kamath et al. 2024), and the queries are read once.
   """
-  run = backend(config.backend).attend
-  return run(q, pages, prefill, decode, page_size=page_size, window=window, soft_cap=soft_cap,
-             scale=q.shape[-1] ** -0.5 if scale is None else scale, config=config)  # fmt: skip
+  return attend(q, pages, prefill, decode, page_size=page_size, window=window, soft_cap=soft_cap,
+                scale=scale, config=config)  # fmt: skip
 
 
 def mixed_reference(q, pages, prefill, decode, *, config=None, **options) -> jax.Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from pdjax.kernels.backends import backend
+from pdjax.kernels.backends import attend
 from pdjax.kernels.reference import attention_reference
 from pdjax.kernels.slices import Pages, Slices
 from pdjax.kernels.tile_config import TileConfig
@@ -27,9 +27,8 @@ def paged_decode(
   Flash-Decoding), as few rows would leave most of a chip idle. int8 pages with scales are served
   where a backend can.
   """
-  run = backend(config.backend).attend
-  return run(q, pages, None, slices, page_size=page_size, window=window, soft_cap=soft_cap,
-             scale=q.shape[-1] ** -0.5 if scale is None else scale, config=config)  # fmt: skip
+  return attend(q, pages, None, slices, page_size=page_size, window=window, soft_cap=soft_cap,
+                scale=scale, config=config)  # fmt: skip
 
 
 def paged_decode_reference(q, pages, slices, *, config=None, **options) -> jax.Array:

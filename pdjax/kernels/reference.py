@@ -33,7 +33,8 @@ def attention_reference(
     seen = own[:, None] & (keys <= queries)
     if window is not None:
       seen &= keys > queries - window
-    scores = jnp.einsum("tkgh,ksh->kgts", grouped, k) * (scale or head_dim**-0.5)
+    scores = jnp.einsum("tkgh,ksh->kgts", grouped, k)
+    scores *= head_dim**-0.5 if scale is None else scale
     if soft_cap is not None:
       scores = soft_cap * jnp.tanh(scores / soft_cap)
     weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1)

@@ -14,7 +14,10 @@ from __future__ import annotations
 import importlib
 import types
 
-from pdjax.kernels.tile_config import BACKENDS
+import jax
+
+from pdjax.kernels.slices import Pages, Slices
+from pdjax.kernels.tile_config import BACKENDS, TileConfig
 
 
 def backend(name: str) -> types.ModuleType:
@@ -26,3 +29,30 @@ def backend(name: str) -> types.ModuleType:
   if name not in BACKENDS:
     raise ValueError(f"backend={name!r} must be one of {', '.join(BACKENDS)}")
   return importlib.import_module(f"pdjax.kernels.backends.{name}")
+
+
+def attend(
+  q: jax.Array,  # [T, H, h]
+  pages: Pages,
+  prefill: Slices | None,
+  decode: Slices | None,
+  *,
+  page_size: int,
+  window: int | None,
+  soft_cap: float | None,
+  scale: float | None,
+  config: TileConfig,
+) -> jax.Array:  # [T, H, h]
+  """By the backend of `config`; `scale` None is h ** -0.5."""
+  *_, head_dim = q.shape
+  return backend(config.backend).attend(
+    q,
+    pages,
+    prefill,
+    decode,
+    page_size=page_size,
+    window=window,
+    soft_cap=soft_cap,
+    scale=head_dim**-0.5 if scale is None else scale,
+    config=config,
+  )
