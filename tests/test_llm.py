@@ -153,13 +153,12 @@ def test_every_pool_learns_its_own_step_times_and_keeps_them(disaggregated):
   disaggregated.generate(PROMPTS, GREEDY)
   prompt = count_slices(prefill_starts=[0], prefill_tokens=[16], num_emitted=1)
   decode = count_slices(decode_positions=[9, 9], num_emitted=2)
-  learnt = list(disaggregated._step_times.values())
-  before_s = [step_time(counts) for step_time in learnt for counts in (prompt, decode)]
-  assert all(0 < step_s < 10 for step_s in before_s)
+  prefill_s, decode_s = learnt = list(disaggregated._step_times.values())
+  assert 0 < prefill_s(prompt) < 10 and 0 < decode_s(decode) < 10
   cluster = disaggregated._begin().cluster
   disaggregated._run = None
   assert [pool.scheduler.predict_step_s for pool in cluster.pools] == learnt
-  assert learnt[0] is not learnt[1]
+  assert prefill_s is not decode_s
 
 
 def test_each_prompt_may_have_its_own_params(chunked):

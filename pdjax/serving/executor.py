@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from pdjax.core.clock import Ticket
@@ -23,37 +24,64 @@ class PageShape:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Handle:
-  """A sequence between two pools: what the next one needs to go on with it.
+  """A part of a sequence between two pools; the last part has what the next one needs to go on.
 
-  `first_token_id` is the token that prefill sampled; it is never computed again. `token_ids` are
-  those of the positions handed over, where sampling looks back at them. The loop makes a handle,
-  `export` fills in the last two fields. `payload` is the executors' own (device arrays, copied
-  pages, nothing in simulation) and the only part that is not plain data.
+  That is `first_token_id`, the token that prefill sampled, which is never computed again; None is a
+  part that others follow. `token_ids` are those of all positions handed over, where sampling looks
+  back at them: with the last part. The loop makes a handle, `export` fills in the last two fields.
+  `payload` is the executors' own (device arrays, copied pages, nothing in simulation) and the only
+  part that is not plain data.
   """
 
   request_id: int
-  start: int = 0  # whole pages before it are in the target's prefix cache
-  num_tokens: int  # positions [start, num_tokens) are handed over
+  start: int = 0  # whole pages before it are there: sent in parts before, or in the prefix cache
+  num_tokens: int  # positions [start, num_tokens) are handed over: whole pages but for the last part
   num_prompt_tokens: int
-  first_token_id: int
+  first_token_id: int | None
   sampling: SamplingParams
+  layers: tuple[int, int] | None = None  # [first, last) that are handed over; None: all
   token_ids: tuple[int, ...] | None = None
   num_bytes: int = 0
   payload: Any = None
+
+
+class PoolLost(Exception):
+  """A pool's process has ended or does not answer, and all that it held is lost. It may come back.
+
+  Raised by calls and by tickets of its executor; `Executor.is_up` says when it can be used again.
+  """
 
 
 class Executor(Protocol):
   """One pool's device. Calls return at once; work happens in the order in which it was submitted.
 
   `vocab_size` None accepts any token id (a simulation that knows only lengths), `page_shape` None
-  any page.
+  any page. `bytes_per_token` is what an export counts for each, over all layers.
+
+  A step goes through `layer_groups`, ranges [first, last) of layers, one after another. Those on
+  devices of their own are stages: `num_stages` steps can be on their way at once, each in another.
+
+  `is_up` False: the pool was lost and is not back yet; nothing may be asked of it.
   """
 
   vocab_size: int | None
   page_shape: PageShape | None
+  bytes_per_token: int
+  layer_groups: tuple[tuple[int, int], ...]
+  num_stages: int
+  is_up: bool
 
-  def submit(self, plan: StepPlan, now_s: float) -> Ticket:
-    """Starts a step. The ticket's result is a `StepResult`."""
+  def submit(
+    self,
+    plan: StepPlan,
+    now_s: float,
+    exports: Sequence[tuple[Handle, tuple[int, ...]]] = (),
+  ) -> Ticket:
+    """Starts a step. The ticket's result is a `StepResult`.
+
+    `exports` are handles of one layer group each, with their pages, that the next calls will
+    export: their pages are read as soon as the step has computed these layers, before the others.
+    """
     ...
 
   def export(self, handle: Handle, *, page_ids: tuple[int, ...], now_s: float) -> Handle:
@@ -65,7 +93,7 @@ class Executor(Protocol):
     ...
 
   def import_(self, handle: Handle, *, row: int, page_ids: tuple[int, ...], now_s: float) -> Ticket:
-    """Starts to copy an exported sequence into own pages and seats it in `row`.
+    """Starts to copy an exported part into own pages; the last part seats the sequence in `row`.
 
     `page_ids` are those of all its positions, also of those that are here already.
     Steps submitted after the ticket is ready see it. The ticket's result is None.
