@@ -35,7 +35,7 @@ class Handle:
 
   request_id: int
   start: int = 0  # whole pages before it are there: sent in parts before, or in the prefix cache
-  num_tokens: int  # positions [start, num_tokens) are handed over: whole pages but for the last part
+  num_tokens: int  # positions [start, num_tokens) are handed over: whole pages, or the end
   num_prompt_tokens: int
   first_token_id: int | None
   sampling: SamplingParams
