@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from pdjax.config import STRATEGIES
+from pdjax.config import STRATEGIES, parse_pools
 from pdjax.core import checksum
 from pdjax.core.clock import VirtualClock, to_ticks
 from pdjax.core.events import EventLog
@@ -15,7 +15,7 @@ from pdjax.scheduling.pages import PageConfig
 from pdjax.scheduling.policies import POLICIES, make_policy
 from pdjax.scheduling.routing import least_loaded
 from pdjax.scheduling.scheduler import Scheduler, SchedulerConfig
-from pdjax.serving.cluster import Cluster, Pool
+from pdjax.serving.cluster import Cluster, HandOff, Pool
 from pdjax.serving.loop import Inbox, serve
 from pdjax.sim.checksum_executor import ChecksumExecutor
 from pdjax.sim.hardware import Link
@@ -90,13 +90,21 @@ def make_pool(
   )
 
 
-def make_cluster(strategy: str, *, budget: int = 16, router=least_loaded, **options) -> Cluster:
-  """The pools of a strategy on two devices. Whole prompts get a budget that holds any sequence.
+def make_cluster(
+  strategy: str,
+  *,
+  budget: int = 16,
+  router=least_loaded,
+  hand_off: HandOff = HandOff(),  # noqa: B008 (frozen)
+  **options,
+) -> Cluster:
+  """The pools of a strategy on two devices, or of a text as `parse_pools` takes it.
 
-  Routers other than the default are told how long steps take.
+  Whole prompts get a budget that holds any sequence. Routers other than the default are told how
+  long steps take.
   """
   pools = []
-  for spec in STRATEGIES[strategy](2):
+  for spec in STRATEGIES[strategy](2) if strategy in STRATEGIES else parse_pools(strategy):
     needs = POLICIES[spec.policy]
     pools.append(
       make_pool(
@@ -110,7 +118,7 @@ def make_cluster(strategy: str, *, budget: int = 16, router=least_loaded, **opti
     )
     if router is not least_loaded:
       pools[-1].scheduler.predict_step_s = step_s  # which looks at the number of tokens only
-  return Cluster(pools, router)
+  return Cluster(pools, router, hand_off)
 
 
 def run(cluster: Cluster, requests, *, clock=None, each_turn=None, **options) -> EventLog:

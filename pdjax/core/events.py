@@ -56,7 +56,12 @@ class Preempted:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Copied:
-  """A KV cache went from a prefill pool to a decode pool between `start_s` and `end_s`."""
+  """A KV cache went from a prefill pool to a decode pool.
+
+  Its last part began at `start_s`, when the prompt was prefilled, and all were there at `end_s`:
+  this much of the copying was exposed. Where it was streamed the first part began at
+  `first_start_s`, and `num_bytes_ahead` were sent before the prompt was prefilled.
+  """
 
   request_id: int
   source: str
@@ -65,6 +70,8 @@ class Copied:
   end_s: float
   num_tokens: int
   num_bytes: int
+  first_start_s: float | None = None
+  num_bytes_ahead: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -288,6 +288,14 @@ class Scheduler:
     seq.lose_row()
     seq.num_preemptions += 1
 
+  def expel_preempted(self) -> list[Sequence]:
+    """Takes preempted sequences from the queue, oldest first, to be computed again elsewhere."""
+    expelled = [seq for seq in self.waiting.values() if seq.state is State.PREEMPTED]
+    for seq in expelled:
+      del self.waiting[seq.request_id]
+      self._count(seq, -1)
+    return expelled
+
   def drop(self, request_id: int) -> Sequence | None:
     """Ends a sequence wherever it is here and frees what it holds; None if it is not here."""
     if (seq := self.waiting.pop(request_id, None)) or (seq := self._stop_running(request_id)):

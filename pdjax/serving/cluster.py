@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Sequence as Seq
 
 from pdjax.core.clock import Ticket
+from pdjax.core.costs import count_slices
 from pdjax.core.plan import StepPlan
 from pdjax.core.request import Request
 from pdjax.core.sequence import Sequence, State
@@ -39,22 +40,89 @@ class Pool:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Transfer:
-  """A KV cache on its way. The sequence owns pages in both pools until the copy ends.
+class Part:
+  """A copy in flight: some positions of a sequence, of all layers or of some."""
 
-  That holds too when the request has ended meanwhile. A pool that loses its cache under way takes
-  its side of the copy along: `is_source_lost`, `is_target_lost`.
+  handle: Handle
+  ticket: Ticket
+  start_s: float
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Transfer:
+  """A KV cache on its way, in parts. Its sequence owns pages in both pools until all have ended.
+
+  It is a stream (`is_ahead`) while its prompt is prefilled yet and its source pool owns it; then it
+  owns the sequence. Pages stay busy also when the request has ended meanwhile. A pool that loses
+  its cache under way takes its side of the copy along: `is_source_lost`, `is_target_lost`.
+
+  All layers of positions before `num_sent_tokens` are in the target's cache or under way.
+  `begun` has what steps in flight send beyond that, a layer group at a time: step id and end of
+  each; `due` those of steps that have ended, whose last layer group is yet to be sent.
   """
 
   seq: Sequence
   source: Pool
   target: Pool
   target_row: int
-  handle: Handle
-  ticket: Ticket
-  start_s: float
+  num_sent_tokens: int
+  is_ahead: bool
+  generation: int
+  parts: list[Part] = dataclasses.field(default_factory=list)
+  begun: collections.deque[tuple[int, int]] = dataclasses.field(default_factory=collections.deque)
+  due: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
+  is_whole: bool = False  # the last part was sent
+  num_tokens: int = 0  # sent, and their bytes
+  num_bytes: int = 0
+  num_bytes_ahead: int = 0  # while the prompt was prefilled
+  first_start_s: float | None = None  # of its parts
+  last_start_s: float | None = None
+  error: Exception | None = None
   is_source_lost: bool = False
   is_target_lost: bool = False
+
+  @property
+  def num_begun_tokens(self) -> int:
+    """Positions of which at least one layer group was sent."""
+    return self.begun[-1][1] if self.begun else self.due[-1] if self.due else self.num_sent_tokens
+
+  @property
+  def is_abandoned(self) -> bool:
+    """Whether nobody will use it: nothing more is sent."""
+    if self.error is not None or self.is_source_lost or self.is_target_lost:
+      return True
+    owned = State.RUNNING if self.is_ahead else State.MOVING
+    return self.seq.state is not owned or self.seq.generation != self.generation
+
+  @property
+  def has_ended(self) -> bool:
+    return not self.parts and (self.is_whole or self.is_abandoned)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HandOff:
+  """How KV caches go from prefill to decode pools.
+
+  `streams`: pages of a prompt are sent while its later chunks, or later layers, are computed yet.
+  `most_bytes` may be on their way to a pool at once, or one part that is larger; None: any number.
+  `reservation`: what a decode pool must have room for before anything is sent. `request`: all that
+  the request may become, so that nobody there is ever preempted (DistServe). `prompt`: what there
+  is, growing then; more requests share the pool, and the newest of them is computed again, by a
+  prefill pool, when its pages run out.
+
+  Raises:
+    ValueError: another reservation, or no bytes at all.
+  """
+
+  streams: bool = True
+  most_bytes: int | None = None
+  reservation: str = "request"
+
+  def __post_init__(self):
+    if self.reservation not in ("request", "prompt"):
+      raise ValueError(f"reservation={self.reservation!r} must be 'request' or 'prompt'")
+    if self.most_bytes is not None and self.most_bytes < 1:
+      raise ValueError(f"most_bytes={self.most_bytes} must be at least 1")
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -80,16 +148,23 @@ class Cluster:
   """All pools of a run: mixed ones, prefill and decode pools, or all three.
 
   Hand-off is pulled (DistServe, section 4.3): a prefilled sequence keeps its pages and waits in
-  `outbox` until a decode pool has reserved room for all it may become. No room is back-pressure.
+  `outbox` until a decode pool has reserved room for it. No room is back-pressure. A stream reserves
+  before its prompt is prefilled, but never before those in the outbox.
 
   Raises:
     ValueError: roles that cannot serve a request to its end, names used twice, or pools whose pages
       differ.
   """
 
-  def __init__(self, pools: Seq[Pool], router: Router = least_loaded):
+  def __init__(
+    self,
+    pools: Seq[Pool],
+    router: Router = least_loaded,
+    hand_off: HandOff = HandOff(),
+  ):
     self.pools = list(pools)
     self.router = router
+    self.hand_off = hand_off
     self.entry = [p for p in pools if p.role != "decode"]
     self.decode = [p for p in pools if p.role == "decode"]
     self.outbox: collections.deque[tuple[Pool, Sequence]] = collections.deque()
@@ -171,8 +246,8 @@ class Cluster:
       self.copy_s_per_token = lately_s + (took_s - lately_s) / 8
 
   def reserve(self, seq: Sequence) -> tuple[Pool, int, int] | None:
-    """A decode pool, a row there with room for prompt + max_tokens - 1 tokens, and how many of its
-    tokens the prefix cache of that pool has; None: wait."""
+    """A decode pool, a row there with the pages that `HandOff.reservation` asks for, and how many
+    tokens of it the prefix cache there has; None: wait."""
     left = {p.name: p.scheduler.output_tokens_left for p in self.decode}
     for transfer in self.transfers:  # not adopted yet, so its scheduler does not count it
       left[transfer.target.name] += transfer.seq.request.sampling.max_tokens - 1
@@ -180,10 +255,53 @@ class Cluster:
       if pool.scheduler.waiting:
         continue  # prompts that it prefills itself came first
       keys = pool.scheduler.cached_keys(seq)
-      row = pool.scheduler.reserve(seq.request.max_cached_tokens, keys)
+      row = pool.scheduler.reserve(self._tokens_to_reserve(seq, pool), keys)
       if row is not None:
         return pool, row, len(keys) * pool.scheduler.pages.config.page_size
     return None
+
+  def _tokens_to_reserve(self, seq: Sequence, pool: Pool) -> int:
+    often = seq.num_preemptions >= pool.scheduler.config.max_preemptions
+    if often or self.hand_off.reservation == "request":
+      return seq.max_cached_tokens
+    return min(seq.num_tokens + 1, seq.max_cached_tokens)
+
+  def stream_of(self, seq: Sequence) -> Transfer | None:
+    """The stream of a sequence that is prefilled yet."""
+    for transfer in self.transfers:
+      if transfer.seq is seq and transfer.is_ahead and not transfer.is_abandoned:
+        return transfer
+    return None
+
+  def wants_stream(self, source: Pool, seq: Sequence) -> bool:
+    """Whether the decode pool should reserve before the step that was planned for `seq`.
+
+    As late as will do, since what it reserves lies idle until the prompt is prefilled: if the rest
+    of the prompt, after this step, takes less than twice as long as to copy all that is there then.
+    Nobody knows: at once.
+    """
+    scheduler = source.scheduler
+    has_pages = seq.num_computed_tokens >= scheduler.pages.config.page_size
+    if seq.request.sampling.max_tokens <= len(seq.output_ids) + 1 or not (
+      has_pages or len(source.executor.layer_groups) > 1
+    ):
+      return False
+    done, num_left = seq.num_scheduled_tokens, seq.num_tokens - seq.num_scheduled_tokens
+    predict_step_s = scheduler.predict_step_s
+    if num_left <= 0 or not self.copy_s_per_token or predict_step_s is None:
+      return True
+    left_s = predict_step_s(
+      count_slices(prefill_starts=(done,), prefill_tokens=(num_left,), num_emitted=1)
+    )
+    return left_s <= 2 * self.copy_s_per_token * done
+
+  def may_send(self, target: Pool, num_bytes: int) -> bool:
+    """Whether so much more may be on its way there."""
+    most = self.hand_off.most_bytes
+    under_way = [
+      part.handle.num_bytes for t in self.transfers if t.target is target for part in t.parts
+    ]
+    return most is None or not under_way or sum(under_way) + num_bytes <= most
 
   def check(self) -> None:
     """Raises AssertionError unless every pool adds up and every sequence is in one place."""
@@ -200,12 +318,18 @@ class Cluster:
     assert all(seq.state in (State.FETCHING, State.ENDED) for seq in fetching)
     assert not owners.keys() & {seq.request_id for seq in fetching}
     ready = [seq for _, seq in self.outbox]
-    moving = [transfer.seq for transfer in self.transfers]
+    moving = [transfer for transfer in self.transfers if not transfer.is_ahead]
     leaving = [(p, seq) for p in self.pools for seq in p.scheduler.leaving.values()]
     assert all(seq.state is State.READY for seq in ready)
-    assert all(seq.state in (State.MOVING, State.ENDED) for seq in moving)
-    sources = [*self.outbox, *((t.source, t.seq) for t in self.transfers)]
+    assert all(t.seq.state in (State.MOVING, State.ENDED) for t in moving)
+    sources = [*self.outbox, *((t.source, t.seq) for t in moving)]
     assert len(sources) == len(leaving) and all(item in leaving for item in sources)
+    streamed = [t.seq.request_id for t in self.transfers if t.is_ahead and not t.is_abandoned]
+    assert len(streamed) == len(set(streamed)), "two streams of one sequence"
+    for t in self.transfers:
+      assert t.target_row in t.target.scheduler.pages.held_rows
+      if t.is_ahead and not t.is_abandoned:
+        assert t.num_sent_tokens <= t.seq.num_computed_tokens, "sent before it was computed"
 
 
 def _check_pages(pools: Seq[Pool]) -> None:

@@ -28,7 +28,7 @@ from pdjax.core.request import Request
 from pdjax.core.sequence import Sequence, State
 from pdjax.scheduling.routing import Rejected
 from pdjax.scheduling.scheduler import FinishReason, Outcome, length_or_stop
-from pdjax.serving.cluster import Cluster, Pool, Prefetch, Transfer
+from pdjax.serving.cluster import Cluster, Part, Pool, Prefetch, Transfer
 from pdjax.serving.executor import Handle
 
 GRACE_S = 10.0
@@ -163,7 +163,8 @@ def serve(
 
   `steps_in_flight` 2 plans and starts a pool's next step while one runs, so that the device need
   not wait for the host: just before that one will end, so that whoever has arrived by then is in
-  it; at once where the scheduler knows no step times. Prefill pools have one.
+  it; at once where the scheduler knows no step times. Prefill pools have one, and pipelines as many
+  as they have stages.
 
   A step or a copy that never ends holds up its requests until they time out or are cancelled
   (`Request.timeout_s`), and its pages for ever. When all requests have ended, what still runs is
@@ -194,8 +195,8 @@ class _Loop:
       self._hand_off(turn)
       plan_at_s = self._submit(turn)
       tickets = [pool.in_flight[0][1] for pool in self.cluster.pools if pool.in_flight]
-      copies = [*self.cluster.transfers, *self.cluster.prefetches]
-      tickets += [copy.ticket for copy in copies]
+      tickets += [part.ticket for transfer in self.cluster.transfers for part in transfer.parts]
+      tickets += [prefetch.ticket for prefetch in self.cluster.prefetches]
       is_open = self.inbox.is_open  # first: what came before it was closed is in it by then
       until_s = self.inbox.next_s()
       if until_s is None and self.inbox.num_left:
@@ -251,7 +252,7 @@ class _Loop:
 
   def _end(self, request_id: int, reason: str, turn: Turn) -> None:
     """Ends a request wherever it is. Nothing happens to one that has ended."""
-    copied = [(transfer.seq, transfer.target) for transfer in self.cluster.transfers]
+    copied = [(t.seq, t.target) for t in self.cluster.transfers if not t.is_ahead]
     copied += [(seq, prefetch.target) for prefetch in self.cluster.prefetches
                for seq in prefetch.seqs]  # fmt: skip
     for seq, target in copied:
@@ -323,6 +324,9 @@ class _Loop:
     return handle, ticket
 
   def _hand_off(self, turn: Turn) -> None:
+    self._close_transfers(turn)
+    for transfer in self.cluster.transfers:
+      self._send(transfer, turn)
     outbox = self.cluster.outbox
     while outbox:
       source, seq = outbox[0]
@@ -331,50 +335,158 @@ class _Loop:
         return  # in order: the first in the outbox is the first to go
       outbox.popleft()
       seq.enter(State.MOVING)
-      target, row, num_cached = reserved
-      sampling, num_tokens = seq.request.sampling, seq.num_computed_tokens
-      looks_back = sampling.repetition_penalty != 1
-      handle = Handle(
-        request_id=seq.request_id,
-        start=num_cached,
-        num_tokens=num_tokens,
-        num_prompt_tokens=seq.request.num_prompt_tokens,
-        first_token_id=seq.output_ids[-1],
-        sampling=sampling,
-        token_ids=seq.known_ids(0, num_tokens) if looks_back else None,
+      self._open_transfer(seq, source, reserved, turn)
+
+  def _open_transfer(
+    self, seq: Sequence, source: Pool, reserved: tuple[Pool, int, int], turn: Turn
+  ) -> Transfer:
+    target, row, num_cached = reserved
+    transfer = Transfer(
+      seq, source, target, row, num_cached, seq.state is State.RUNNING, seq.generation
+    )
+    self.cluster.transfers.append(transfer)
+    self._send(transfer, turn)
+    return transfer
+
+  def _send(self, transfer: Transfer, turn: Turn) -> None:
+    """Sends what was computed since the last part, whole pages or the end, if there is room.
+
+    Never what a step in flight is computing yet, but for layer groups: see `_begin_groups`.
+    """
+    seq, source = transfer.seq, transfer.source
+    page_size = source.scheduler.pages.config.page_size
+    while not (transfer.is_whole or transfer.is_abandoned):
+      start, end, layers = transfer.num_sent_tokens, seq.num_computed_tokens, None
+      if transfer.is_ahead:
+        end = end // page_size * page_size
+      if transfer.due:
+        end, layers = transfer.due[0], source.executor.layer_groups[-1]
+      elif transfer.begun:
+        return  # the rest of it comes when its step has ended
+      is_last = not transfer.is_ahead and end == seq.num_computed_tokens
+      if end <= start and not is_last:
+        return
+      handle = self._handle(transfer, start, end, layers, is_last=is_last)
+      if not self.cluster.may_send(transfer.target, _num_bytes(source, handle)):
+        return
+      self._send_part(transfer, handle, turn)
+      if layers is not None:
+        transfer.due.popleft()
+      transfer.num_sent_tokens = end
+      transfer.num_tokens += end - start
+      transfer.is_whole = is_last
+
+  def _handle(
+    self,
+    transfer: Transfer,
+    start: int,
+    end: int,
+    layers: tuple[int, int] | None,
+    *,
+    is_last: bool,
+  ) -> Handle:
+    seq = transfer.seq
+    sampling = seq.request.sampling
+    looks_back = is_last and sampling.repetition_penalty != 1
+    return Handle(
+      request_id=seq.request_id,
+      start=start,
+      num_tokens=end,
+      num_prompt_tokens=seq.request.num_prompt_tokens,
+      first_token_id=seq.output_ids[-1] if is_last else None,
+      sampling=sampling,
+      token_ids=seq.known_ids(0, end) if looks_back else None,
+      layers=layers,
+    )
+
+  def _send_part(self, transfer: Transfer, handle: Handle, turn: Turn) -> None:
+    source, target = transfer.source, transfer.target
+    pages = _pages_of(source, transfer.seq, handle)
+    handle, ticket = self._copy(handle, source, pages, target, transfer.target_row, turn)
+    transfer.parts.append(Part(handle, ticket, turn.now_s))
+    transfer.num_bytes += handle.num_bytes
+    transfer.num_bytes_ahead += handle.num_bytes * transfer.is_ahead
+    if transfer.first_start_s is None:
+      transfer.first_start_s = turn.now_s
+    transfer.last_start_s = turn.now_s
+
+  def _open_streams(self, pool: Pool, plan: StepPlan, turn: Turn) -> list[Transfer]:
+    """The streams of the prompts in a step that is about to start, new ones too.
+
+    New ones never before those whose prompt is prefilled. What was computed is sent now, so that
+    it is read before the step begins.
+    """
+    if pool.role != "prefill" or not self.cluster.hand_off.streams:
+      return []
+    streams = []
+    for part in plan.prefills:
+      seq = pool.scheduler.running[part.request_id]
+      stream = self.cluster.stream_of(seq)
+      if stream is None and not self.cluster.outbox and self.cluster.wants_stream(pool, seq):
+        reserved = self.cluster.reserve(seq)
+        if reserved is not None:
+          stream = self._open_transfer(seq, pool, reserved, turn)
+      if stream is not None:
+        streams.append(stream)
+    return streams
+
+  def _groups_to_begin(
+    self, pool: Pool, plan: StepPlan, streams: list[Transfer]
+  ) -> list[tuple[Transfer, Handle]]:
+    """What can be sent of a step before it has ended: all layer groups but the last."""
+    groups = pool.executor.layer_groups[:-1]
+    page_size = pool.scheduler.pages.config.page_size
+    ends = {s.request_id: (s.start + s.num_tokens, s.emits_token) for s in plan.prefills}
+    begun = []
+    for stream in streams:
+      start = stream.num_begun_tokens
+      end, is_end = ends[stream.seq.request_id]
+      end = end if is_end else end // page_size * page_size
+      num_bytes = sum(
+        _num_bytes(pool, self._handle(stream, start, end, layers, is_last=False))
+        for layers in groups
       )
-      first = num_cached // source.scheduler.pages.config.page_size
-      source_pages = source.scheduler.pages.table(seq.row)[first:]
-      handle, ticket = self._copy(handle, source, source_pages, target, row, turn)
-      self.cluster.transfers.append(Transfer(seq, source, target, row, handle, ticket, turn.now_s))
+      if groups and end > start and self.cluster.may_send(stream.target, num_bytes):
+        handles = [self._handle(stream, start, end, layers, is_last=False) for layers in groups]
+        begun += [(stream, handle) for handle in handles]
+    return begun
 
   def _submit(self, turn: Turn) -> float | None:
     """Starts steps; returns when the first pool wants to plan another behind one in flight."""
     plan_at_s = None
     for pool in self.cluster.pools:
       # A prefill pool's pages are read behind whatever it has been given to do, so a second step
-      # there would hold up every hand-off for its whole length.
-      most = 1 if pool.role == "prefill" else self.steps_in_flight
+      # there would hold up every hand-off for its whole length. A pipeline is filled at once.
+      num_stages = pool.executor.num_stages
+      most = max(num_stages, 1 if pool.role == "prefill" else self.steps_in_flight)
       while len(pool.in_flight) < most and not _waits_to_fail(pool):
         now_s = self.clock.now_s()
-        start_s = max(now_s, _predicted_end_s(pool))
+        start_s = max(now_s, _predicted_end_s(pool)) if num_stages == 1 else now_s
         at_s = start_s - 3 * pool.host_s  # a few times the host's share before
         if pool.in_flight and now_s < at_s:
           plan_at_s = at_s if plan_at_s is None else min(at_s, plan_at_s)
           break
         plan = pool.scheduler.next_step(start_s)
+        if pool.role == "decode":
+          self._recompute(pool, pool.scheduler.expel_preempted(), turn)
         if plan is None:
           break
-        for request_id in plan.preempted:
+        for request_id in plan.preempted if pool.role != "decode" else ():
           self.log.append(Preempted(time_s=now_s, request_id=request_id, pool=pool.name))
+        begun = self._groups_to_begin(pool, plan, self._open_streams(pool, plan, turn))
+        exports = [(handle, _pages_of(pool, stream.seq, handle)) for stream, handle in begun]
         try:
-          ticket = pool.executor.submit(plan, now_s)
+          ticket = pool.executor.submit(plan, now_s, exports)
         except Exception as error:
           if pool.executor.recover():
             self._lose_cache(pool, turn, plan, error)
             continue
-          ticket = _NotStarted(error, now_s)
+          ticket, begun = _NotStarted(error, now_s), []
         pool.in_flight.append((plan, ticket, now_s))
+        for stream, handle in begun:
+          self._send_part(stream, handle, turn)
+          if not stream.begun or stream.begun[-1][0] != plan.step_id:
+            stream.begun.append((plan.step_id, handle.num_tokens))
         pool.host_s += (self.clock.now_s() - now_s - pool.host_s) / 8
         predict_step_s = pool.scheduler.predict_step_s
         if most > 1 and predict_step_s is not None:
@@ -387,8 +499,10 @@ class _Loop:
     for pool in self.cluster.pools:
       while pool.in_flight and _has_ended(pool.in_flight[0][1], turn.now_s):
         self._commit_step(pool, turn)
-    for transfer in [t for t in self.cluster.transfers if _has_ended(t.ticket, turn.now_s)]:
-      self._commit_transfer(transfer, turn)
+    for transfer in self.cluster.transfers:
+      for part in [p for p in transfer.parts if _has_ended(p.ticket, turn.now_s)]:
+        self._commit_part(transfer, part, turn)
+    self._close_transfers(turn)
     for prefetch in [p for p in self.cluster.prefetches if _has_ended(p.ticket, turn.now_s)]:
       self._commit_prefetch(prefetch, turn)
 
@@ -418,11 +532,23 @@ class _Loop:
       self.log.append(
         Finished(time_s=pool.last_end_s, request_id=seq.request_id, pool=pool.name, reason=reason)
       )
+    for transfer in self.cluster.transfers:
+      if transfer.source is pool and transfer.begun and transfer.begun[0][0] == plan.step_id:
+        transfer.due.append(transfer.begun.popleft()[1])
     if pool.role == "prefill":
       for seq, _ in outcome.emitted:
         if seq.state is not State.ENDED:
-          pool.scheduler.detach(seq)
-          self.cluster.outbox.append((pool, seq))
+          self._leave(pool, seq)
+
+  def _leave(self, pool: Pool, seq: Sequence) -> None:
+    """Takes a prefilled sequence from its pool: to its stream, or to those that wait for one."""
+    stream = self.cluster.stream_of(seq)
+    pool.scheduler.detach(seq)
+    if stream is None:
+      self.cluster.outbox.append((pool, seq))
+    else:
+      seq.enter(State.MOVING)
+      stream.is_ahead = False
 
   def _fail_all(self, pool: Pool, outcome: Outcome, turn: Turn) -> None:
     for seq, reason in outcome.failed:
@@ -437,25 +563,39 @@ class _Loop:
     self.log.append(_step_event(pool, plan, outcome, start_s, pool.last_end_s))
     return pool.last_end_s - start_s
 
-  def _copy_error(self, copy: Transfer | Prefetch, turn: Turn) -> Exception | None:
+  def _copy_error(self, ticket: Ticket, source: Pool, target: Pool, turn: Turn) -> Exception | None:
     """Why a copy that has ended failed: it is never used then, and may have cost a cache."""
     try:
-      copy.ticket.result()
+      ticket.result()
     except Exception as error:
-      for pool in (copy.source, copy.target):
+      for pool in (source, target):
         if pool.executor.recover():
           self._lose_cache(pool, turn)
       return error
     return None
 
-  def _commit_transfer(self, transfer: Transfer, turn: Turn) -> None:
+  def _commit_part(self, transfer: Transfer, part: Part, turn: Turn) -> None:
+    transfer.parts.remove(part)
+    error = self._copy_error(part.ticket, transfer.source, transfer.target, turn)
+    transfer.source.executor.drop(part.handle)
+    if error is None:
+      num_tokens = part.handle.num_bytes / transfer.source.executor.bytes_per_token
+      self.cluster.note_copy(num_tokens, turn.now_s - part.start_s)
+    elif transfer.error is None:
+      transfer.error = error
+
+  def _close_transfers(self, turn: Turn) -> None:
+    for transfer in [t for t in self.cluster.transfers if t.has_ended]:
+      self._close_transfer(transfer, turn)
+
+  def _close_transfer(self, transfer: Transfer, turn: Turn) -> None:
     seq, source, target = transfer.seq, transfer.source, transfer.target
-    error = self._copy_error(transfer, turn)
+    is_moved, error = not transfer.is_abandoned, transfer.error
     self.cluster.transfers.remove(transfer)
-    source.executor.drop(transfer.handle)
-    is_moved = error is None and not transfer.is_target_lost and seq.state is State.MOVING
     if not is_moved:
       target.scheduler.give_back(transfer.target_row)
+    if transfer.is_ahead:
+      return  # its source pool has the sequence, or has lost or ended it
     if is_moved or seq.state is State.ENDED:
       source.scheduler.release(seq)  # the source pages, exactly once
     elif transfer.is_source_lost:
@@ -468,17 +608,17 @@ class _Loop:
       source.scheduler.drop(seq.request_id)
       self._fail(seq.request_id, target, f"hand-off failed: {error!r}", turn)
     if is_moved:
-      num_tokens = transfer.handle.num_tokens - transfer.handle.start
-      self.cluster.note_copy(num_tokens, turn.now_s - transfer.start_s)
       self.log.append(
         Copied(
           request_id=seq.request_id,
           source=source.name,
           target=target.name,
-          start_s=transfer.start_s,
+          start_s=transfer.last_start_s,
           end_s=turn.now_s,
-          num_tokens=num_tokens,
-          num_bytes=transfer.handle.num_bytes,
+          num_tokens=transfer.num_tokens,
+          num_bytes=transfer.num_bytes,
+          first_start_s=transfer.first_start_s,
+          num_bytes_ahead=transfer.num_bytes_ahead,
         )
       )
       target.scheduler.adopt(seq, transfer.target_row)
@@ -486,7 +626,7 @@ class _Loop:
   def _commit_prefetch(self, prefetch: Prefetch, turn: Turn) -> None:
     """Queues the sequences, with their prefix or, if the copy failed, without."""
     source, target = prefetch.source, prefetch.target
-    error = self._copy_error(prefetch, turn)
+    error = self._copy_error(prefetch.ticket, source, target, turn)
     self.cluster.prefetches.remove(prefetch)
     source.executor.drop(prefetch.handle)
     num_tokens = prefetch.handle.num_tokens - prefetch.handle.start
@@ -561,6 +701,21 @@ def _predicted_end_s(pool: Pool) -> float:
     return 0.0
   *_, submit_s = pool.in_flight[-1]
   return max(submit_s, pool.last_end_s) + pool.predicted_s
+
+
+def _pages_of(source: Pool, seq: Sequence, handle: Handle) -> tuple[int, ...]:
+  """The source's pages of the positions that a handle is for."""
+  page_size = source.scheduler.pages.config.page_size
+  first, end = handle.start // page_size, -(-handle.num_tokens // page_size)
+  return source.scheduler.pages.table(seq.row)[first:end]
+
+
+def _num_bytes(source: Pool, handle: Handle) -> float:
+  """What an export will have, before it is made."""
+  groups = source.executor.layer_groups
+  first, end = handle.layers or (0, groups[-1][1])
+  share = (end - first) / groups[-1][1]
+  return (handle.num_tokens - handle.start) * source.executor.bytes_per_token * share
 
 
 class _NotStarted:

@@ -7,7 +7,7 @@ compare with `pdjax.core.checksum.generate`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pdjax.core import checksum
 from pdjax.core.plan import StepPlan, StepResult
@@ -18,6 +18,8 @@ from pdjax.sim.sim_executor import SimExecutor, SimTicket
 
 class ChecksumExecutor(SimExecutor):
   """Keeps K and V of every slot, a page table and a last token per row, as an engine does.
+
+  It has two layers, one of keys and one of values, so that a hand-off can be sent by layer groups.
 
   Work takes effect in the order of submission, as on a device's stream; a copy lands before the
   first step submitted at or after its end. `fails(request_id)` is why the request's next token
@@ -33,13 +35,17 @@ class ChecksumExecutor(SimExecutor):
     page_size: int,
     step_s: Callable[[StepPlan], float],
     link: Link,
-    kv_bytes_per_token: int = 8,
+    bytes_per_token: int = 8,
+    layer_groups: tuple[tuple[int, int], ...] = ((0, 2),),
+    num_stages: int = 1,
     fails: Callable[[int], str | None] = lambda request_id: None,
   ):
     super().__init__(
       step_s=step_s,
       link=link,
-      kv_bytes_per_token=kv_bytes_per_token,
+      bytes_per_token=bytes_per_token,
+      layer_groups=layer_groups,
+      num_stages=num_stages,
       page_shape=PageShape(
         page_size=page_size, num_layers=1, num_kv_heads=1, head_dim=1, dtype="uint32"
       ),
@@ -53,7 +59,12 @@ class ChecksumExecutor(SimExecutor):
     self._swapped: dict[int, list[tuple[list[int], list[int]]]] = {}  # request id -> its pages
     self._copies: list[tuple[float, Handle, int, tuple[int, ...]]] = []  # not yet landed
 
-  def submit(self, plan: StepPlan, now_s: float) -> SimTicket:
+  def submit(
+    self,
+    plan: StepPlan,
+    now_s: float,
+    exports: Sequence[tuple[Handle, tuple[int, ...]]] = (),
+  ) -> SimTicket:
     """Runs a step at once; only its time is in the future.
 
     Raises:
@@ -88,22 +99,29 @@ class ChecksumExecutor(SimExecutor):
       if reason is not None:
         errors.append((request_id, reason))
     result = StepResult(token_ids=tuple(token_ids), errors=tuple(errors))
-    return SimTicket(finish_s=self._step_end_s(plan, now_s), value=result)
+    return dataclasses.replace(super().submit(plan, now_s, exports), value=result)
 
   def export(self, handle: Handle, *, page_ids: tuple[int, ...], now_s: float) -> Handle:
     """Copies the pages out, so the source may change them afterwards."""
     self._land(now_s)
     handle = super().export(handle, page_ids=page_ids, now_s=now_s)
     pages = page_ids[: -(-(handle.num_tokens - handle.start) // self._page_size)]
-    payload = tuple((tuple(self._keys[page]), tuple(self._values[page])) for page in pages)
-    return dataclasses.replace(handle, payload=payload)
+    layers = tuple(tuple(tuple(layer[page]) for page in pages) for layer in self._layers_of(handle))
+    return dataclasses.replace(handle, payload=(handle.payload, layers))
+
+  def _layers_of(self, handle: Handle) -> list[list[list[int]]]:
+    """The caches [page][slot] of the layers that a handle is for."""
+    return [self._keys, self._values][slice(*(handle.layers or (None,)))]
 
   def import_(
     self, handle: Handle, *, row: int, page_ids: tuple[int, ...], now_s: float
   ) -> SimTicket:
     """Copies the handed-over pages in; the row's page table becomes `page_ids`."""
-    ticket = self._receive(handle.num_bytes, 1, now_s)
-    self._copies.append((ticket.finish_s, handle, row, page_ids))
+    timing, layers = handle.payload
+    timed = dataclasses.replace(handle, payload=timing)
+    ticket = super().import_(timed, row=row, page_ids=page_ids, now_s=now_s)
+    landing = dataclasses.replace(handle, payload=layers)
+    self._copies.append((ticket.finish_s, landing, row, page_ids))
     return ticket
 
   def _swap(self, plan: StepPlan) -> None:
@@ -123,9 +141,11 @@ class ChecksumExecutor(SimExecutor):
     for _, handle, row, page_ids in landed:
       for index, page in enumerate(page_ids):
         self._table[row, index] = page
-      for page, (keys, values) in zip(page_ids[handle.start // self._page_size :], handle.payload):
-        self._keys[page][:], self._values[page][:] = keys, values
-      self._last_token[row] = handle.first_token_id
+      for layer, sent in zip(self._layers_of(handle), handle.payload, strict=True):
+        for page, values in zip(page_ids[handle.start // self._page_size :], sent):
+          layer[page][:] = values
+      if handle.first_token_id is not None:
+        self._last_token[row] = handle.first_token_id
 
   def _write(self, row: int, start: int, token_ids: tuple[int, ...]) -> None:
     for position, token_id in enumerate(token_ids, start):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pdjax.core.clock import to_ticks
@@ -26,49 +27,91 @@ class SimTicket:
     return self.value
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SimPages:
+  """What an export hands to the import: when its pages are all computed, and links to send over."""
+
+  ready_s: float
+  num_links: int
+
+
 class SimExecutor:
-  """One pool's device. Keeps when its last step ends; steps queue, copies run beside them.
+  """One pool's device. Keeps when its steps end; steps queue, copies run beside them.
 
   `step_s` is the latency model, `link` the way in from other pools: one copy after another. A copy
-  of n tokens moves n * `kv_bytes_per_token` bytes, over as many links at once as both pools have
-  devices that send and receive (`num_links`). A step waits for the swaps before it, which go over
-  `host_link`.
+  of n tokens moves n * `bytes_per_token` bytes, or the share of its layers, over as many links
+  at once as both pools have devices that send and receive: `num_links` in each stage that has some
+  of the layers. A step waits for the swaps before it, which go over `host_link`.
+
+  A step computes the layers of one of `layer_groups` after those of another, in shares of its time.
+  In a pipeline of `num_stages` each stage has as many groups and is busy on its own: steps follow
+  one another from stage to stage, `hand_over_s(num_tokens)` apart. A decode waits for the step
+  that computes its token.
+
+  Raises:
+    ValueError: layer groups that do not make equally many for each stage.
   """
 
   vocab_size: int | None = None
+  is_up = True
 
   def __init__(
     self,
     *,
     step_s: Callable[[StepPlan], float],
     link: Link,
-    kv_bytes_per_token: int,
+    bytes_per_token: int,
     num_links: int = 1,
     host_link: Link = PCIE_4,
     page_shape: PageShape | None = None,
+    layer_groups: tuple[tuple[int, int], ...] = ((0, 1),),
+    num_stages: int = 1,
+    hand_over_s: Callable[[int], float] = lambda num_tokens: 0.0,
   ):
+    if num_stages < 1 or len(layer_groups) % num_stages:
+      raise ValueError(f"layer_groups={layer_groups} do not make num_stages={num_stages}")
     self.page_shape = page_shape
-    self._step_s = step_s
+    self.bytes_per_token = bytes_per_token
+    self.layer_groups, self.num_stages = layer_groups, num_stages
+    self._step_s, self._hand_over_s = step_s, hand_over_s
     self._link, self._host_link = link, host_link
-    self._kv_bytes_per_token = kv_bytes_per_token
     self._num_links = num_links
-    self._busy_until_s = 0.0
-    self._link_busy_until_s = 0.0
+    self._busy_until_s = [0.0] * num_stages
+    self._token_s: dict[int, float] = {}  # request id -> when its newest token is there, if later
+    self._computed_s: dict[tuple, float] = {}  # exports announced -> when they are computed
+    self._link_busy_s: list[tuple[float, float]] = []  # [start, end) of copies, ascending
 
-  def submit(self, plan: StepPlan, now_s: float) -> SimTicket:
+  def submit(
+    self,
+    plan: StepPlan,
+    now_s: float,
+    exports: Sequence[tuple[Handle, tuple[int, ...]]] = (),
+  ) -> SimTicket:
     num_emitted = sum(s.emits_token for s in plan.prefills) + len(plan.decodes)
     result = StepResult(token_ids=(0,) * num_emitted)
-    return SimTicket(finish_s=self._step_end_s(plan, now_s), value=result)
+    ends_s = self._group_ends_s(plan, now_s)
+    self._computed_s = {
+      _key(handle): max(end_s for end_s, own in zip(ends_s, self._holds(handle)) if own)
+      for handle, _ in exports
+    }
+    return SimTicket(finish_s=ends_s[-1], value=result)
 
   def export(self, handle: Handle, *, page_ids: tuple[int, ...], now_s: float) -> Handle:
-    num_tokens = handle.num_tokens - handle.start
-    num_bytes = num_tokens * self._kv_bytes_per_token
-    return dataclasses.replace(handle, num_bytes=num_bytes, payload=self._num_links)
+    num_layers = self.layer_groups[-1][1]
+    first, last = handle.layers or (0, num_layers)
+    num_bytes = (handle.num_tokens - handle.start) * self.bytes_per_token
+    return dataclasses.replace(
+      handle,
+      num_bytes=num_bytes * (last - first) // num_layers,
+      payload=SimPages(
+        ready_s=self._computed_s.get(_key(handle), now_s), num_links=self._links_of(handle)
+      ),
+    )
 
   def import_(
     self, handle: Handle, *, row: int, page_ids: tuple[int, ...], now_s: float
   ) -> SimTicket:
-    return self._receive(handle.num_bytes, min(self._num_links, handle.payload), now_s)
+    return self._receive(handle, handle.payload, now_s)
 
   def drop(self, handle: Handle) -> None:
     pass  # nothing was kept
@@ -76,15 +119,56 @@ class SimExecutor:
   def recover(self) -> bool:
     return False
 
-  def _receive(self, num_bytes: int, num_links: int, now_s: float) -> SimTicket:
-    start_s = max(now_s, self._link_busy_until_s)
-    self._link_busy_until_s = to_ticks(start_s + self._link.copy_s(num_bytes / num_links))
-    return SimTicket(finish_s=self._link_busy_until_s)
+  def _holds(self, handle: Handle) -> list[bool]:
+    """Of each layer group, whether it has some of the handle's layers."""
+    first, last = handle.layers or (0, self.layer_groups[-1][1])
+    return [start < last and first < end for start, end in self.layer_groups]
 
-  def _step_end_s(self, plan: StepPlan, now_s: float) -> float:
-    start_s = max(now_s, self._busy_until_s)
-    swap_s = 0.0
+  def _links_of(self, handle: Handle) -> int:
+    per_stage = len(self.layer_groups) // self.num_stages
+    return self._num_links * len(
+      {i // per_stage for i, own in enumerate(self._holds(handle)) if own}
+    )
+
+  def _receive(self, handle: Handle, pages: SimPages, now_s: float) -> SimTicket:
+    """A copy over the link, in the first gap between others that it fits in."""
+    num_links = min(self._links_of(handle), pages.num_links)
+    took_s = to_ticks(self._link.copy_s(handle.num_bytes / num_links))
+    start_s = max(now_s, to_ticks(pages.ready_s))
+    self._link_busy_s = [busy for busy in self._link_busy_s if busy[1] > now_s]
+    for busy_s, until_s in self._link_busy_s:
+      if start_s + took_s <= busy_s:
+        break
+      start_s = max(start_s, until_s)
+    end_s = to_ticks(start_s + took_s)
+    bisect.insort(self._link_busy_s, (start_s, end_s))
+    return SimTicket(finish_s=end_s)
+
+  def _group_ends_s(self, plan: StepPlan, now_s: float) -> list[float]:
+    """When a step submitted now has computed each layer group."""
+    took_s = self._step_s(plan)
     if plan.num_swapped_tokens:
-      swap_s = self._host_link.copy_s(plan.num_swapped_tokens * self._kv_bytes_per_token)
-    self._busy_until_s = to_ticks(start_s + swap_s + self._step_s(plan))
-    return self._busy_until_s
+      took_s += self._host_link.copy_s(plan.num_swapped_tokens * self.bytes_per_token)
+    at_s = now_s
+    if self.num_stages > 1:
+      at_s = max([now_s, *(self._token_s.get(i, 0.0) for i in plan.decodes.request_ids)])
+    per_stage, num_layers = len(self.layer_groups) // self.num_stages, self.layer_groups[-1][1]
+    ends_s = []
+    for stage in range(self.num_stages):
+      if stage:
+        at_s += self._hand_over_s(plan.num_tokens)
+      start_s = at_s = max(at_s, self._busy_until_s[stage])
+      groups = self.layer_groups[stage * per_stage : (stage + 1) * per_stage]
+      for _, last in groups:
+        at_s = to_ticks(start_s + took_s * ((last - groups[0][0]) / num_layers))
+        ends_s.append(at_s)
+      self._busy_until_s[stage] = at_s
+    if self.num_stages > 1:
+      emitting = [s.request_id for s in plan.prefills if s.emits_token]
+      self._token_s = {i: token_s for i, token_s in self._token_s.items() if token_s > now_s}
+      self._token_s |= dict.fromkeys((*emitting, *plan.decodes.request_ids), at_s)
+    return ends_s
+
+
+def _key(handle: Handle) -> tuple:
+  return handle.request_id, handle.start, handle.num_tokens, handle.layers

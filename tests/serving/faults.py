@@ -38,9 +38,11 @@ class FaultyExecutor(ChecksumExecutor):
   too, what is gathered from it as well, until `recover` brings an empty one.
   """
 
-  def __init__(self, pages: PageConfig, *, donates: bool, latency_s: float = 1e-3):
+  def __init__(self, pages: PageConfig, *, donates: bool, latency_s: float = 1e-3, **options):
     link = Link(name="test", latency_s=latency_s, bytes_per_s=1e6)
-    super().__init__(num_pages=pages.num_pages, page_size=pages.page_size, step_s=step_s, link=link)
+    super().__init__(
+      num_pages=pages.num_pages, page_size=pages.page_size, step_s=step_s, link=link, **options
+    )
     self._pages, self._donates = pages, donates
     self._is_lost = self._is_deleted = False  # the second from the call on
     self.armed: set[str] = set()
@@ -48,20 +50,20 @@ class FaultyExecutor(ChecksumExecutor):
     self.num_recoveries = 0
     self.num_deleted_uses = 0  # of a cache that a failed call has taken along
 
-  def submit(self, plan, now_s):
+  def submit(self, plan, now_s, exports=()):
     self.num_deleted_uses += self._is_deleted
     ids = {s.request_id for s in plan.prefills} | set(plan.decodes.request_ids)
     if self._takes("submit"):
       self._is_lost = self._is_deleted = self._donates
       raise Fault("submit")
     if self._is_lost:
-      return FailingTicket(finish_s=self._step_end_s(plan, now_s), error=Fault("step before"))
-    ticket = super().submit(plan, now_s)
+      return FailingTicket(finish_s=self._group_ends_s(plan, now_s)[-1], error=Fault("step before"))
+    ticket = super().submit(plan, now_s, exports)
     if self._takes("step") or ids & self.broken:
       self._is_lost = self._donates
       return FailingTicket(finish_s=ticket.finish_s, error=Fault("step"))
     if self._takes("slow step"):
-      self._busy_until_s += SLOW_S
+      self._busy_until_s[-1] += SLOW_S
       return dataclasses.replace(ticket, finish_s=ticket.finish_s + SLOW_S)
     return ticket
 
@@ -71,7 +73,7 @@ class FaultyExecutor(ChecksumExecutor):
       raise Fault("export")
     handle = super().export(handle, page_ids=page_ids, now_s=now_s)
     if self._is_lost:  # the gather fails behind the step that is in its way
-      return dataclasses.replace(handle, payload=self._busy_until_s)
+      return dataclasses.replace(handle, payload=self._busy_until_s[-1])
     return handle
 
   def import_(self, handle, *, row, page_ids, now_s):
@@ -112,6 +114,10 @@ def make_faulty(cluster, *, donates: bool, latency_s: float = 1e-3):
   """Gives every pool of `cluster` such an executor."""
   for pool in cluster.pools:
     pool.executor = FaultyExecutor(
-      pool.scheduler.pages.config, donates=donates, latency_s=latency_s
+      pool.scheduler.pages.config,
+      donates=donates,
+      latency_s=latency_s,
+      layer_groups=pool.executor.layer_groups,
+      num_stages=pool.executor.num_stages,
     )
   return cluster

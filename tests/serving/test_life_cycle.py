@@ -29,6 +29,7 @@ from pdjax.core.sequence import Sequence, State
 from pdjax.scheduling.policies import POLICIES
 from pdjax.scheduling.routing import Conductor
 from pdjax.scheduling.scheduler import length_or_stop
+from pdjax.serving.cluster import HandOff
 from pdjax.serving.loop import Inbox, serve
 
 STRATEGIES = ("continuous", "chunked", "disaggregated")
@@ -272,14 +273,14 @@ def arm_while_others_hold_rows(pool, fault):
   submit, scheduler = pool.executor.submit, pool.scheduler
   left_out = []
 
-  def submit_and_break(plan, now_s):
+  def submit_and_break(plan, now_s, exports):
     in_it = {s.request_id for s in plan.prefills} | set(plan.decodes.request_ids)
     ready = [i for i, seq in scheduler.leaving.items() if seq.state is State.READY]
     others = [i for i in (*scheduler.running, *ready) if i not in in_it]
     if others and not left_out:
       left_out.extend(others)
       pool.executor.armed.add(fault)
-    return submit(plan, now_s)
+    return submit(plan, now_s, exports)
 
   pool.executor.submit = submit_and_break
   return left_out
@@ -573,7 +574,7 @@ def test_requests_and_cancels_from_another_thread_are_noticed_while_a_step_runs(
   tickets = []
   for pool in cluster.pools:
 
-    def hang(plan, now_s):
+    def hang(plan, now_s, exports):
       tickets.append(SlowTicket())
       return tickets[-1]
 
@@ -638,6 +639,7 @@ def test_many_threads_feed_one_inbox_and_nothing_is_lost():
 
 # What the machine runs on: a cluster by the options of `virtual.make_cluster`. A new strategy,
 # layout or limit of the scheduler is a line here.
+STREAMED = "1xprefill:prefill_chunks,1xdecode"
 SCENARIOS = {
   "continuous": dict(strategy="continuous"),
   "continuous, few pages": dict(strategy="continuous", num_pages=20),
@@ -668,6 +670,23 @@ SCENARIOS = {
   ),
   "prefixes copied": dict(
     strategy="chunked", limits=dict(prefix_cache=True), router=Conductor(balancing_threshold=1.0)
+  ),
+  "streamed": dict(strategy=STREAMED, budget=8),
+  "streamed by layers, few pages": dict(
+    strategy=STREAMED, budget=8, num_pages=20, layer_groups=((0, 1), (1, 2))
+  ),
+  "streamed from a pipeline": dict(
+    strategy=STREAMED, budget=8, layer_groups=((0, 1), (1, 2)), num_stages=2
+  ),
+  "streamed, few bytes at once": dict(
+    strategy=STREAMED, budget=8, hand_off=HandOff(most_bytes=100), limits=dict(prefix_cache=True)
+  ),
+  "layers of whole prompts": dict(strategy="disaggregated", layer_groups=((0, 1), (1, 2))),
+  "streamed, growing": dict(
+    strategy=STREAMED, budget=8, num_pages=20, hand_off=HandOff(reservation="prompt")
+  ),
+  "growing": dict(
+    strategy="1xprefill,2xdecode", num_pages=14, hand_off=HandOff(reservation="prompt")
   ),
   "overload": dict(strategy="disaggregated", router=Conductor(rejects="predicted", ttft_s=0.05)),
   **{

@@ -135,8 +135,8 @@ def test_a_step_that_breaks_fails_its_requests_and_the_service_goes_on(strategy)
   cluster = make_cluster(strategy)
   submit, broken = cluster.pools[0].executor.submit, []
 
-  def breaks_once(plan, now_s):
-    ticket = submit(plan, now_s)
+  def breaks_once(plan, now_s, exports):
+    ticket = submit(plan, now_s, exports)
     if plan.step_id != 3:
       return ticket
     broken.extend(s.request_id for s in plan.prefills)
@@ -291,12 +291,12 @@ def test_plans_cross_a_process_boundary_as_plain_data(strategy):
   num_plans = 0
   for pool in cluster.pools:
 
-    def through_json(plan, now_s, submit=pool.executor.submit):
+    def through_json(plan, now_s, exports, submit=pool.executor.submit):
       nonlocal num_plans
       num_plans += 1
       copy = from_plain(StepPlan, json.loads(json.dumps(to_plain(plan))))
       assert copy == plan
-      return submit(copy, now_s)
+      return submit(copy, now_s, exports)
 
     pool.executor.submit = through_json
   assert tokens_of(run(cluster, requests)) == expected(requests)

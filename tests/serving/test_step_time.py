@@ -192,12 +192,12 @@ def test_it_is_not_told_of_steps_that_fail():
   pool.scheduler.predict_step_s = kept = Kept()
   submit, num_submitted = pool.executor.submit, 0
 
-  def every_third_breaks(plan, now_s):
+  def every_third_breaks(plan, now_s, exports):
     nonlocal num_submitted
     num_submitted += 1
     if num_submitted % 3 == 0:
       raise RuntimeError("no such luck")
-    return submit(plan, now_s)
+    return submit(plan, now_s, exports)
 
   pool.executor.submit = every_third_breaks
   log = run(Cluster([pool]), make_requests(20, seed=1))

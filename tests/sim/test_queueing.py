@@ -43,7 +43,7 @@ def waits_s(rho, policy, steps_in_flight):
   pages = PageConfig(num_rows=1, page_size=4, pages_per_row=1, num_pages=1)
   scheduler = Scheduler(make_policy(policy), pages, SchedulerConfig(token_budget=4, watermark=0.0))
   link = Link(name="none", latency_s=0.0, bytes_per_s=1.0)
-  executor = SimExecutor(step_s=lambda plan: STEP_S, link=link, kv_bytes_per_token=1)
+  executor = SimExecutor(step_s=lambda plan: STEP_S, link=link, bytes_per_token=1)
   log = EventLog()
   for _ in serve(
     Cluster([Pool("mixed0", "mixed", scheduler, executor)]),

@@ -169,6 +169,34 @@ def test_a_model_too_large_for_one_device_fits_on_four():
     num_pages(model=model, device=HARDWARE["tpu-v5e"], page_size=16, tp=2)
 
 
+@pytest.mark.parametrize(("tp", "pp"), [(1, 4), (2, 2), (2, 3), (1, 80)])
+def test_a_stage_holds_the_weights_and_the_pages_of_its_own_layers(tp, pp):
+  """And one of the two matrices of the vocabulary: the first stage embeds, the last unembeds."""
+  model, page_size = MODELS["llama3-70b"], 16
+  pages = num_pages(model=model, device=A100, page_size=page_size, tp=tp, pp=pp)
+  num_layers = -(-model.num_layers // pp)
+  weights = num_layers * (model.attention_params + model.mlp_params)
+  weights += model.vocab_size * model.d_model
+  kv_bytes = 2 * num_layers * model.num_kv_heads * model.head_dim * 2 * page_size
+  used = (2 * weights + pages * kv_bytes) / tp
+  assert used <= 0.9 * A100.memory_bytes < used + kv_bytes / tp
+
+
+def test_a_page_more_than_its_stage_can_hold_is_said_of_its_devices():
+  with pytest.raises(ValueError, match=r"llama3-70b does not fit on one of 4 x tpu-v5e"):
+    num_pages(model=MODELS["llama3-70b"], device=HARDWARE["tpu-v5e"], page_size=16, tp=2, pp=2)
+  with pytest.raises(ValueError, match="80 layers cannot be cut into 81 parts"):
+    num_pages(model=MODELS["llama3-70b"], device=A100, page_size=16, pp=81)
+
+
+def test_hidden_states_cross_the_link_to_the_next_stage():
+  latency = Roofline(model=MODEL, device=A100, link=NVLINK)
+  num_bytes = 512 * MODEL.d_model * 2
+  assert latency.hand_over_s(512) == NVLINK.latency_s + num_bytes / NVLINK.bytes_per_s
+  with pytest.raises(ValueError, match="stages need a link"):
+    Roofline(model=MODEL, device=A100).hand_over_s(512)
+
+
 @pytest.mark.parametrize(
   ("model", "tp", "message"),
   [

@@ -27,14 +27,15 @@ class PolicySpec:
 
   `policy` is a function, or a class where there are options (its fields) or something to keep
   between steps. `chunks`: it cuts prompts. `mixes`: prefill and decode may share a step.
-  `reservation` is the scheduler's. `half`: it leaves half of a request to another pool.
+  `reservation` is the scheduler's. `half`: the role of the pools that it is for, where it leaves
+  half of a request to another.
   """
 
   policy: Policy | type[Policy]
   chunks: bool
   mixes: bool
   reservation: str = "prompt"
-  half: bool = False
+  half: str | None = None
 
   @property
   def options(self) -> dict[str, Any]:
@@ -54,9 +55,10 @@ POLICIES: dict[str, PolicySpec] = {
   "fcfs": PolicySpec(policy=fcfs, chunks=True, mixes=True),
   "shortest_prefill_first": PolicySpec(policy=ShortestPrefillFirst, chunks=True, mixes=True),
   "deadline": PolicySpec(policy=Deadline, chunks=True, mixes=True),
-  "prefill_only": PolicySpec(policy=prefill_only, chunks=False, mixes=False, half=True),
+  "prefill_only": PolicySpec(policy=prefill_only, chunks=False, mixes=False, half="prefill"),
+  "prefill_chunks": PolicySpec(policy=prefill_only, chunks=True, mixes=False, half="prefill"),
   "decode_only": PolicySpec(
-    policy=decode_only, chunks=True, mixes=False, reservation="request", half=True
+    policy=decode_only, chunks=True, mixes=False, reservation="request", half="decode"
   ),
 }
 

@@ -1,0 +1,250 @@
+"""KV caches that are sent while their prompts are prefilled yet, and how much may be under way."""
+
+import collections
+
+import pytest
+from virtual import expected, make_cluster, make_requests, run, tokens_of
+
+from pdjax.core.clock import VirtualClock
+from pdjax.core.events import Copied, EventLog, Failed, Preempted, Step
+from pdjax.core.sequence import State
+from pdjax.metrics.latency import request_records
+from pdjax.serving.cluster import HandOff
+from pdjax.serving.loop import Inbox, serve
+from pdjax.sim.hardware import Link
+
+pytestmark = pytest.mark.quick
+CHUNKS = "1xprefill:prefill_chunks,1xdecode"
+GROUPS = ((0, 1), (1, 2))
+# A part of 8 tokens (64 bytes) takes 5 ms to copy, a step of them 8.2 ms to compute.
+LINK = Link(name="test", latency_s=0.0, bytes_per_s=64 / 5e-3)
+
+
+def streaming(**options):
+  options = {"link": LINK, "budget": 8} | options
+  cluster = make_cluster(CHUNKS, **options)
+  for pool in cluster.pools:
+    pool.scheduler.predict_step_s = lambda counts: 8e-3 + 28e-6 * counts.num_prefill_tokens
+  return cluster
+
+
+def copies_of(log):
+  return {e.request_id: e for e in log if isinstance(e, Copied)}
+
+
+@pytest.mark.parametrize(("layer_groups", "num_stages"), [(((0, 2),), 1), (GROUPS, 1), (GROUPS, 2)])
+@pytest.mark.parametrize("limits", [{}, {"prefix_cache": True}])
+def test_tokens_are_those_of_one_pool_however_a_cache_is_sent(layer_groups, num_stages, limits):
+  requests = make_requests(30, seed=50, prompt=(1, 60), output=(1, 6))
+  log = run(streaming(layer_groups=layer_groups, num_stages=num_stages, limits=limits), requests)
+  assert tokens_of(log) == expected(requests)
+  copies = copies_of(log)
+  assert copies.keys() == {r.request_id for r in requests if r.sampling.max_tokens > 1}
+  ahead = [c for c in copies.values() if c.num_bytes_ahead]
+  assert ahead and all(0 < c.num_bytes_ahead < c.num_bytes for c in ahead)
+  for copy in copies.values():
+    cached = requests[copy.request_id].num_prompt_tokens - copy.num_tokens
+    assert copy.num_bytes == 8 * copy.num_tokens and (cached == 0 or limits)
+
+
+@pytest.mark.parametrize("last", range(1, 9))
+@pytest.mark.parametrize("max_tokens", [1, 2, 3])
+def test_for_all_lengths_of_the_last_page_and_chunk(last, max_tokens):
+  requests = make_requests(2, seed=51, prompt=(24 + last,) * 2, output=(max_tokens,) * 2)
+  log = run(streaming(layer_groups=GROUPS), requests)
+  assert tokens_of(log) == expected(requests)
+  assert len(copies_of(log)) == (2 if max_tokens > 1 else 0)
+
+
+def test_nothing_is_sent_before_the_step_that_wrote_it_has_ended():
+  """Nor, by layer groups, before these layers are computed."""
+  for groups in (((0, 2),), GROUPS):
+    requests = make_requests(20, seed=52, prompt=(10, 60), output=(2, 4))
+    cluster = streaming(layer_groups=groups)
+    target = cluster.decode[0].executor
+    sent, import_ = [], target.import_
+
+    def record(handle, import_=import_, sent=sent, **where):
+      sent.append((handle, where["now_s"]))
+      return import_(handle, **where)
+
+    target.import_ = record
+    log = run(cluster, requests)
+    computed = collections.defaultdict(dict)  # request -> position -> start and end of its step
+    for step in (e for e in log if isinstance(e, Step) and e.pool == "prefill0"):
+      for i, start, n in zip(step.prefill_ids, step.prefill_starts, step.prefill_tokens):
+        computed[i] |= dict.fromkeys(range(start, start + n), (step.start_s, step.end_s))
+    assert len({handle.num_tokens for handle, _ in sent}) > 5
+    for handle, now_s in sent:
+      own = computed[handle.request_id]
+      for position in range(handle.start, handle.num_tokens):
+        start_s, end_s = own[position]
+        if handle.layers == groups[0] and len(groups) > 1:
+          assert handle.payload[0].ready_s >= (start_s + end_s) / 2 - 1e-9
+        else:
+          assert end_s <= now_s, "sent while it was computed"
+
+
+@pytest.mark.parametrize(("layer_groups", "most"), [(((0, 2),), 0.2), (GROUPS, 0.1)])
+def test_little_of_a_long_prompts_copy_is_exposed(layer_groups, most):
+  """Of a prompt of eight chunks, against sending it at its end."""
+  exposed_s = {}
+  for streams in (False, True):
+    (request,) = make_requests(1, seed=53, prompt=(64, 64), output=(3, 3))
+    log = run(
+      streaming(layer_groups=layer_groups, hand_off=HandOff(streams=streams), num_pages=40),
+      [request],
+    )
+    record = request_records(log)[0]
+    assert record.copy_start_s == record.token_s[0]
+    exposed_s[streams] = record.copy_s
+    assert bool(copies_of(log)[0].num_bytes_ahead) is streams
+  assert exposed_s[False] == pytest.approx(8 * 5e-3, rel=1e-6)
+  assert exposed_s[True] < most * exposed_s[False]
+
+
+def test_a_prompt_in_one_step_is_streamed_by_its_layer_groups():
+  requests = make_requests(8, seed=54, prompt=(8, 40), output=(2, 3))
+  log = run(make_cluster("disaggregated", link=LINK, layer_groups=GROUPS), requests)
+  assert tokens_of(log) == expected(requests)
+  for copy in copies_of(log).values():
+    assert copy.num_bytes_ahead == copy.num_bytes / 2
+
+
+def test_a_decode_pool_reserves_for_a_stream_no_earlier_than_the_copy_needs():
+  """What it reserves lies idle until the prompt is prefilled."""
+  reserved_at = {}
+  for name, latency_s, rate in (("fast", 1e-5, 1e9), ("slow", 0.0, 64 / 20e-3)):
+    warm, late = make_requests(2, seed=55, rate_rps=1.0, prompt=(64, 64), output=(2, 2))
+    cluster = streaming(link=Link(name=name, latency_s=latency_s, bytes_per_s=rate))
+    computed = {}
+
+    def note(turn, cluster=cluster, computed=computed):
+      for transfer in cluster.transfers:
+        computed.setdefault(transfer.seq.request_id, transfer.seq.num_computed_tokens)
+
+    run(cluster, [warm, late], each_turn=note)
+    reserved_at[name] = computed[1]
+  assert reserved_at["fast"] == 56, "one chunk is left"
+  assert reserved_at["slow"] == 8, "as soon as there was something to send"
+
+
+def test_finished_prompts_come_before_streams():
+  """One row to decode in: it goes to whoever waits in the outbox, never to a stream."""
+  requests = make_requests(12, seed=56, rate_rps=1e6, prompt=(9, 30), output=(4, 8))
+  cluster = streaming(num_rows=1, budget=8)
+
+  def never_past_the_outbox(turn):
+    if cluster.outbox:
+      assert not any(t.is_ahead and not t.parts and not t.num_bytes for t in cluster.transfers)
+
+  log = run(cluster, requests, each_turn=never_past_the_outbox)
+  assert tokens_of(log) == expected(requests)
+  copied = [e.request_id for e in log if isinstance(e, Copied)]
+  assert copied == sorted(copied), "in the order in which they were prefilled"
+
+
+@pytest.mark.parametrize("most_bytes", [1, 64, 200])
+@pytest.mark.parametrize("layer_groups", [((0, 2),), GROUPS])
+def test_no_more_bytes_are_under_way_than_may_be(most_bytes, layer_groups):
+  requests = make_requests(16, seed=57, prompt=(4, 60), output=(2, 6))
+  cluster = streaming(
+    hand_off=HandOff(most_bytes=most_bytes), layer_groups=layer_groups, num_rows=6
+  )
+  counts = set()
+
+  def count(turn):
+    parts = [part.handle.num_bytes for t in cluster.transfers for part in t.parts]
+    counts.add(len(parts))
+    assert len(parts) <= 1 or sum(parts) <= most_bytes
+
+  log = run(cluster, requests, each_turn=count)
+  assert tokens_of(log) == expected(requests) and len(copies_of(log)) == 16
+  assert max(counts) == 1 if most_bytes == 1 else max(counts) > 1 or most_bytes == 64
+
+
+def test_an_unbounded_hand_off_has_more_under_way():
+  requests = make_requests(16, seed=57, rate_rps=1e6, prompt=(4, 60), output=(2, 6))
+  cluster = streaming(link=Link(name="slow", latency_s=0.1, bytes_per_s=1e9))
+  most = [0]
+
+  def count(turn):
+    most[0] = max(most[0], sum(len(t.parts) for t in cluster.transfers))
+
+  run(cluster, requests, each_turn=count)
+  assert most[0] > 3
+
+
+@pytest.mark.parametrize("at", ["cancel", "fails"])
+def test_a_stream_whose_request_ends_before_its_prompt_frees_both_pools(at):
+  (request,) = make_requests(1, seed=58, prompt=(64, 64), output=(3, 3))
+  cluster = streaming()
+  inbox, log, clock = Inbox([request], is_open=True), EventLog(), VirtualClock()
+  seen = []
+  for _ in serve(cluster, inbox, clock, log):
+    cluster.check()
+    if cluster.transfers and not seen:
+      seen.append(cluster.transfers[0])
+      assert seen[0].is_ahead and seen[0].seq.state is State.RUNNING
+      if at == "cancel":
+        inbox.cancel(0)
+      else:
+        cluster.entry[0].executor._fails = lambda i: "broken"
+    if inbox.num_left == 0:
+      inbox.close()
+  assert [e.reason for e in log if isinstance(e, Failed)] == [
+    "cancelled" if at == "cancel" else "broken"
+  ]
+  assert not copies_of(log) and not cluster.transfers
+  for pool in cluster.pools:
+    assert pool.scheduler.pages.num_free_pages == pool.scheduler.pages.config.num_pages
+
+
+def test_more_requests_share_a_decode_pool_that_grows_and_the_newest_are_computed_again():
+  requests = make_requests(10, seed=59, rate_rps=1e6, prompt=(8, 12), output=(30, 40))
+  most, preempted = {}, {}
+  for reservation in ("request", "prompt"):
+    cluster = make_cluster(
+      "disaggregated",
+      hand_off=HandOff(reservation=reservation),
+      num_pages=40,
+      num_rows=10,
+      link=LINK,
+    )
+    counts = [0]
+
+    def count(turn, cluster=cluster, counts=counts):
+      counts[0] = max(counts[0], len(cluster.decode[0].scheduler.running))
+
+    log = run(cluster, requests, each_turn=count)
+    assert tokens_of(log) == expected(requests)
+    most[reservation] = counts[0]
+    preempted[reservation] = sum(isinstance(e, Preempted) for e in log)
+    order = [e.pool for e in log if isinstance(e, Preempted)]
+    assert set(order) <= {"decode0"}
+  assert most["prompt"] > most["request"]
+  assert preempted["request"] == 0 < preempted["prompt"]
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    (dict(reservation="hope"), "reservation='hope' must be 'request' or 'prompt'"),
+    (dict(most_bytes=0), "most_bytes=0 must be at least 1"),
+  ],
+)
+def test_a_wrong_option_is_named(options, message):
+  with pytest.raises(ValueError, match=message):
+    HandOff(**options)
+
+
+def test_chunks_of_one_prompt_are_in_both_stages_of_a_pipeline_at_once():
+  (request,) = make_requests(1, seed=60, prompt=(64, 64), output=(1, 1))
+  took_s = {}
+  for num_stages in (1, 2):
+    cluster = streaming(layer_groups=GROUPS, num_stages=num_stages)
+    log = run(cluster, [request])
+    took_s[num_stages] = request_records(log)[0].prefill_s
+  step_s = 8e-3 + 28e-6 * 8  # `virtual.step_s`
+  assert took_s[1] == pytest.approx(8 * step_s, rel=1e-6)
+  assert took_s[2] == pytest.approx(9 * step_s / 2, rel=1e-6)
