@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -79,6 +80,14 @@ def make_pool(
     watermark=watermark,
     **(limits or {}),
   )
+
+  def as_role(role):
+    """Prompts are cut where they were, or there is room for the longest."""
+    name = {"prefill": "prefill_chunks", "decode": "decode_only", "mixed": "sarathi"}[role]
+    if not chunk_prompts:
+      name = {"prefill": "prefill_only", "mixed": "prefill_first"}.get(role, name)
+    return make_policy(name), dataclasses.replace(config, decodes=role != "prefill")
+
   policy = make_policy(policy) if isinstance(policy, str) else policy
   return Pool(
     name,
@@ -87,6 +96,7 @@ def make_pool(
     ChecksumExecutor(
       num_pages=num_pages, page_size=page_size, step_s=step_s, link=link, **executor
     ),
+    as_role=as_role,
   )
 
 

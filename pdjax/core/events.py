@@ -107,7 +107,18 @@ class Failed:
   reason: str
 
 
-Event = Arrived | Step | Preempted | Copied | Fetched | Finished | Failed
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PoolChanged:
+  """A pool took another role, was lost, or came back. `reason`: why, or why not."""
+
+  time_s: float
+  pool: str
+  role: str
+  is_up: bool
+  reason: str
+
+
+Event = Arrived | Step | Preempted | Copied | Fetched | Finished | Failed | PoolChanged
 _KINDS = {cls.__name__.lower(): cls for cls in typing.get_args(Event)}
 
 

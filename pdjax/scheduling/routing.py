@@ -18,6 +18,8 @@ from pdjax.core.request import Request, Slo
 from pdjax.core.sequence import Sequence
 from pdjax.scheduling.scheduler import Scheduler
 
+ROLES = ("prefill", "decode", "mixed")
+
 
 def check_roles(roles: Iterable[str]) -> None:
   """Checks that a request can go through pools of these roles to its end.

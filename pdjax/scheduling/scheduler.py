@@ -146,19 +146,8 @@ class Scheduler:
     config: SchedulerConfig,
     predict_step_s: StepTime | None = None,
   ):
-    if config.token_budget < pages.num_rows:
-      raise ValueError(
-        f"token_budget={config.token_budget} cannot advance {pages.num_rows} running sequences; "
-        f"raise it to at least num_rows={pages.num_rows} or lower num_rows"
-      )
-    if config.prefix_cache and pages.contiguous:
-      raise ValueError(
-        "prefix_cache shares pages between rows, and in the slots layout every row has its own; "
-        "use cache.layout=paged"
-      )
-    self.policy, self.config, self.predict_step_s = policy, config, predict_step_s
+    self.predict_step_s = predict_step_s
     self.pages = PagePool(pages, eviction=config.eviction)
-    self.watermark_pages = int(config.watermark * pages.num_pages)
     self.waiting: collections.OrderedDict[int, Sequence] = collections.OrderedDict()
     self.running: dict[int, Sequence] = {}  # holds a row; in the order of admission
     self.prefilling: dict[int, Sequence] = {}  # running, with prompt left to plan; same order
@@ -173,6 +162,30 @@ class Scheduler:
     self._next_step_id = 0
     self._in_flight: collections.deque[StepPlan] = collections.deque()
     self._rows_to_release: dict[int, list[int]] = {}  # step id -> rows free when it ends
+    self.become(policy, config)
+
+  def become(self, policy: Policy, config: SchedulerConfig) -> None:
+    """Plans by this policy within these limits from now on; keeps whom it has, and its pages.
+
+    Raises:
+      ValueError: as when it is made.
+    """
+    pages = self.pages.config
+    if config.token_budget < pages.num_rows:
+      raise ValueError(
+        f"token_budget={config.token_budget} cannot advance {pages.num_rows} running sequences; "
+        f"raise it to at least num_rows={pages.num_rows} or lower num_rows"
+      )
+    if config.prefix_cache and pages.contiguous:
+      raise ValueError(
+        "prefix_cache shares pages between rows, and in the slots layout every row has its own; "
+        "use cache.layout=paged"
+      )
+    self.policy, self.config = policy, config
+    self.watermark_pages = int(config.watermark * pages.num_pages)
+    self.prefill_tokens_left = self.output_tokens_left = 0
+    for seq in (*self.waiting.values(), *self.running.values()):
+      self._count(seq, 1)
 
   # Requests in and out -------------------------------------------------------------------------
 
@@ -288,13 +301,14 @@ class Scheduler:
     seq.lose_row()
     seq.num_preemptions += 1
 
-  def expel_preempted(self) -> list[Sequence]:
-    """Takes preempted sequences from the queue, oldest first, to be computed again elsewhere."""
-    expelled = [seq for seq in self.waiting.values() if seq.state is State.PREEMPTED]
-    for seq in expelled:
+  def withdraw(self, seqs: Iterable[Sequence]) -> list[Sequence]:
+    """Takes sequences from the queue, to be computed elsewhere; what was swapped out is lost."""
+    withdrawn = list(seqs)
+    for seq in withdrawn:
       del self.waiting[seq.request_id]
       self._count(seq, -1)
-    return expelled
+      self.forget_swapped(seq)
+    return withdrawn
 
   def drop(self, request_id: int) -> Sequence | None:
     """Ends a sequence wherever it is here and frees what it holds; None if it is not here."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from pdjax.core.clock import Ticket
@@ -12,6 +13,7 @@ from pdjax.core.plan import StepPlan
 from pdjax.core.request import Request
 from pdjax.core.sequence import Sequence, State
 from pdjax.scheduling.routing import (
+  ROLES,
   Fetch,
   Rejected,
   Router,
@@ -19,13 +21,18 @@ from pdjax.scheduling.routing import (
   check_roles,
   least_loaded,
 )
-from pdjax.scheduling.scheduler import Scheduler
+from pdjax.scheduling.scheduler import Policy, Scheduler, SchedulerConfig
 from pdjax.serving.executor import Executor, Handle, PageShape
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Pool:
-  """A device group with one role, its scheduler, and its steps in flight."""
+  """A device group with one role, its scheduler, and its steps in flight.
+
+  `next_role` is the one that it is drained for. `as_role` gives the policy and the limits of a
+  role; None: it cannot change. One that is down (`is_up` False) was lost and may come back, unless
+  it `is_gone`.
+  """
 
   name: str
   role: str
@@ -37,6 +44,10 @@ class Pool:
   last_end_s: float = 0.0
   predicted_s: float = 0.0  # time of the newest step in flight; 0 where nobody knows
   host_s: float = 0.0  # time to plan and to start a step, of late
+  next_role: str | None = None
+  as_role: Callable[[str], tuple[Policy, SchedulerConfig]] | None = None
+  is_up: bool = True
+  is_gone: bool = False
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -165,8 +176,6 @@ class Cluster:
     self.pools = list(pools)
     self.router = router
     self.hand_off = hand_off
-    self.entry = [p for p in pools if p.role != "decode"]
-    self.decode = [p for p in pools if p.role == "decode"]
     self.outbox: collections.deque[tuple[Pool, Sequence]] = collections.deque()
     self.transfers: list[Transfer] = []
     self.prefetches: list[Prefetch] = []
@@ -175,6 +184,17 @@ class Cluster:
     if len({p.name for p in pools}) != len(self.pools):
       raise ValueError(f"pool names are not unique: {[p.name for p in pools]}")
     _check_pages(self.pools)
+
+  @property
+  def entry(self) -> list[Pool]:
+    """The pools that prompts may go to, those that are down only where no other is."""
+    pools = [p for p in self.pools if (p.next_role or p.role) != "decode" and p.role != "decode"]
+    return _best(pools) or _best([p for p in self.pools if p.next_role in ("prefill", "mixed")])
+
+  @property
+  def decode(self) -> list[Pool]:
+    """The pools that prefill pools may hand over to, those that are down only where no other is."""
+    return _best([p for p in self.pools if p.role == "decode" and p.next_role is None])
 
   def refusal(self, request: Request) -> str | None:
     """Why `request` can never be served here, or None."""
@@ -186,8 +206,14 @@ class Cluster:
           bad = lowest if lowest < 0 else highest
           return f"token id {bad} is outside the vocabulary [0, {vocab_size})"
     # Any entry pool may be routed to, and any decode pool may be picked: all must do.
-    hands_off = bool(self.decode) and request.sampling.max_tokens > 1
-    for pool in self.entry + (self.decode if hands_off else []):
+    entry, decode = self.entry, self.decode
+    if not entry:
+      return "no pool that could prefill it is left"
+    if request.sampling.max_tokens <= 1:
+      decode = []
+    elif not decode and any(p.role == "prefill" for p in entry):
+      return "no decode pool is left"
+    for pool in entry + decode:
       reason = pool.scheduler.refusal(request)
       if reason is not None:
         return f"{pool.name}: {reason}"
@@ -198,23 +224,58 @@ class Cluster:
 
     Changes nothing.
     """
-    choice = self.router(self._routing(seq, now_s))
+    entry, decode = self.entry, self.decode
+    choice = self.router(self._routing(seq, now_s, entry, decode))
     if isinstance(choice, Rejected):
       return choice
     if isinstance(choice, Fetch):
-      return self.entry[choice.pool], self.entry[choice.source]
-    return (*self.entry, *self.decode)[choice], None
+      return entry[choice.pool], entry[choice.source]
+    return (*entry, *decode)[choice], None
 
-  def route_again(self, seq: Sequence, now_s: float) -> Pool:
-    """Where a sequence that was let in long ago is prefilled again: nobody rejects it now."""
-    return self.entry[least_loaded(self._routing(seq, now_s))]
+  def route_again(self, seq: Sequence, now_s: float) -> Pool | None:
+    """Where a sequence that was let in long ago is prefilled again: nobody rejects it now.
 
-  def _routing(self, seq: Sequence, now_s: float) -> Routing:
+    None: no pool is left.
+    """
+    entry = self.entry
+    if not entry:
+      return None
+    return entry[least_loaded(self._routing(seq, now_s, entry, self.decode))]
+
+  def why_not(self, pool: Pool, role: str) -> str | None:
+    """Why `pool` cannot take that role, or None."""
+    if role not in ROLES:
+      return f"role {role!r} must be one of {', '.join(ROLES)}"
+    if pool.as_role is None:
+      return "it was not made to change its role"
+    if pool.is_gone:
+      return "it is gone"
+    roles = [role if p is pool else p.next_role or p.role for p in self.pools if not p.is_gone]
+    try:
+      check_roles(roles)
+    except ValueError as error:
+      return str(error)
+    return None
+
+  def is_drained(self, pool: Pool) -> bool:
+    """Whether nothing is left in the pool that its next role cannot go on with."""
+    scheduler, role = pool.scheduler, pool.next_role
+    if role == "mixed":
+      return True
+    if role == "prefill":  # those it decodes are handed over
+      return not any(t.target is pool for t in self.transfers)
+    if any(prefetch.target is pool for prefetch in self.prefetches):
+      return False
+    left = scheduler.running if pool.role == "prefill" else scheduler.prefilling
+    has_prefills = any(plan.prefills for plan, *_ in pool.in_flight)
+    return not (scheduler.waiting or scheduler.leaving or left or has_prefills)
+
+  def _routing(self, seq: Sequence, now_s: float, entry: list[Pool], decode: list[Pool]) -> Routing:
     return Routing(
       seq=seq,
       now_s=now_s,
-      entry=[p.scheduler for p in self.entry],
-      decode=[p.scheduler for p in self.decode],
+      entry=[p.scheduler for p in entry],
+      decode=[p.scheduler for p in decode],
       handing_over=[seq for _, seq in self.outbox] + [t.seq for t in self.transfers],
       copy_s_per_token=self.copy_s_per_token,
     )
@@ -248,11 +309,12 @@ class Cluster:
   def reserve(self, seq: Sequence) -> tuple[Pool, int, int] | None:
     """A decode pool, a row there with the pages that `HandOff.reservation` asks for, and how many
     tokens of it the prefix cache there has; None: wait."""
-    left = {p.name: p.scheduler.output_tokens_left for p in self.decode}
+    decode = self.decode
+    left = collections.Counter({p.name: p.scheduler.output_tokens_left for p in decode})
     for transfer in self.transfers:  # not adopted yet, so its scheduler does not count it
       left[transfer.target.name] += transfer.seq.request.sampling.max_tokens - 1
-    for pool in sorted(self.decode, key=lambda p: left[p.name]):
-      if pool.scheduler.waiting:
+    for pool in sorted(decode, key=lambda p: left[p.name]):
+      if pool.scheduler.waiting or not pool.is_up:
         continue  # prompts that it prefills itself came first
       keys = pool.scheduler.cached_keys(seq)
       row = pool.scheduler.reserve(self._tokens_to_reserve(seq, pool), keys)
@@ -286,7 +348,7 @@ class Cluster:
       has_pages or len(source.executor.layer_groups) > 1
     ):
       return False
-    done, num_left = seq.num_scheduled_tokens, seq.num_tokens - seq.num_scheduled_tokens
+    done, num_left = seq.num_scheduled_tokens, seq.num_prefill_tokens - seq.num_scheduled_tokens
     predict_step_s = scheduler.predict_step_s
     if num_left <= 0 or not self.copy_s_per_token or predict_step_s is None:
       return True
@@ -328,8 +390,13 @@ class Cluster:
     assert len(streamed) == len(set(streamed)), "two streams of one sequence"
     for t in self.transfers:
       assert t.target_row in t.target.scheduler.pages.held_rows
-      if t.is_ahead and not t.is_abandoned:
+      if t.is_ahead and not t.is_abandoned and t.num_tokens:
         assert t.num_sent_tokens <= t.seq.num_computed_tokens, "sent before it was computed"
+
+
+def _best(pools: Seq[Pool]) -> list[Pool]:
+  """Those that are up; if none is, those that may come back."""
+  return [p for p in pools if p.is_up] or [p for p in pools if not p.is_gone]
 
 
 def _check_pages(pools: Seq[Pool]) -> None:

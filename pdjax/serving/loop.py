@@ -20,18 +20,21 @@ from pdjax.core.events import (
   Failed,
   Fetched,
   Finished,
+  PoolChanged,
   Preempted,
   Step,
 )
 from pdjax.core.plan import StepPlan
 from pdjax.core.request import Request
 from pdjax.core.sequence import Sequence, State
+from pdjax.scheduling.planner import Planner, Planning, PoolState
 from pdjax.scheduling.routing import Rejected
 from pdjax.scheduling.scheduler import FinishReason, Outcome, length_or_stop
 from pdjax.serving.cluster import Cluster, Part, Pool, Prefetch, Transfer
-from pdjax.serving.executor import Handle
+from pdjax.serving.executor import Handle, PoolLost
 
 GRACE_S = 10.0
+_LOOK_S = 0.01  # from one look at a pool that is down to the next
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +45,19 @@ class _End:
   reason: str
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _ChangeRole:
+  pool: str
+  role: str
+
+
+_Message = Request | _End | _ChangeRole
+
+
 class Inbox:
   """What the outside world asks of a run: requests at their arrival times, cancels, time-outs.
+
+  And changes of the pools' roles.
 
   A workload is an inbox that is closed from the start. An open one is fed between turns, or by
   other threads at any time: the loop wakes at once. It is for one run.
@@ -51,7 +65,7 @@ class Inbox:
 
   def __init__(self, requests: Iterable[Request] = (), *, is_open: bool = False):
     self._lock = threading.Lock()
-    self._heap: list[tuple[float, int, Request | _End]] = []
+    self._heap: list[tuple[float, int, _Message]] = []
     self._order = itertools.count()
     self._used_ids: set[int] = set()
     self._arrival_s: dict[int, float] = {}  # of every request that has not ended
@@ -91,6 +105,15 @@ class Inbox:
       self._push(at_s, _End(request_id=request_id, reason="cancelled"))
     self.wake()
 
+  def change_role(self, pool: str, role: str, at_s: float = 0.0) -> None:
+    """Asks a pool to take another role from `at_s` on, or from the next turn on.
+
+    It is drained first. What became of it is in the log (`PoolChanged`).
+    """
+    with self._lock:
+      self._push(at_s, _ChangeRole(pool=pool, role=role))
+    self.wake()
+
   def close(self) -> None:
     self.is_open = False
     self.wake()
@@ -109,7 +132,7 @@ class Inbox:
         heapq.heappop(self._heap)
       return self._heap[0][0] if self._heap else None
 
-  def due(self, now_s: float) -> list[Request | _End]:
+  def due(self, now_s: float) -> list[_Message]:
     """Takes out what is due, in order of time."""
     messages = []
     with self._lock:
@@ -124,11 +147,11 @@ class Inbox:
     with self._lock:
       del self._arrival_s[request_id]
 
-  def _push(self, time_s: float, message: Request | _End) -> None:
+  def _push(self, time_s: float, message: _Message) -> None:
     heapq.heappush(self._heap, (time_s, next(self._order), message))
 
-  def _counts(self, message: Request | _End) -> bool:
-    return isinstance(message, Request) or message.request_id in self._arrival_s
+  def _counts(self, message: _Message) -> bool:
+    return not isinstance(message, _End) or message.request_id in self._arrival_s
 
 
 @dataclasses.dataclass(slots=True)
@@ -155,6 +178,7 @@ def serve(
   finish_reason: FinishReason = length_or_stop,
   steps_in_flight: int = 1,
   grace_s: float = GRACE_S,
+  planner: Planner | None = None,
 ) -> Iterator[Turn]:
   """Serves until the inbox is closed and every request has ended; yields turn by turn.
 
@@ -166,6 +190,11 @@ def serve(
   it; at once where the scheduler knows no step times. Prefill pools have one, and pipelines as many
   as they have stages.
 
+  `planner` is asked before each turn's work whether a pool should take another role.
+
+  A pool that is lost (`PoolLost`) is left out until it is back; what it had is computed again by
+  others, tokens that were emitted are kept. Requests that need a pool of which none is left fail.
+
   A step or a copy that never ends holds up its requests until they time out or are cancelled
   (`Request.timeout_s`), and its pages for ever. When all requests have ended, what still runs is
   waited for `grace_s` at most, so that its pages come back, and then left.
@@ -173,11 +202,11 @@ def serve(
   Raises:
     RuntimeError: work is left but no pool can move (a fault in a policy; never silent).
   """
-  return _Loop(cluster, inbox, clock, log, finish_reason, steps_in_flight, grace_s).turns()
+  return _Loop(cluster, inbox, clock, log, finish_reason, steps_in_flight, grace_s, planner).turns()
 
 
 class _Loop:
-  def __init__(self, cluster, inbox, clock, log, finish_reason, steps_in_flight, grace_s):
+  def __init__(self, cluster, inbox, clock, log, finish_reason, steps_in_flight, grace_s, planner):
     self.cluster: Cluster = cluster
     self.inbox: Inbox = inbox
     self.clock: Clock = clock
@@ -185,13 +214,16 @@ class _Loop:
     self.finish_reason: FinishReason = finish_reason
     self.steps_in_flight: int = steps_in_flight
     self.grace_s: float = grace_s
+    self.planner: Planner | None = planner
     inbox.wake = clock.wake
 
   def turns(self) -> Iterator[Turn]:
     leave_s = None
     while True:
       turn = Turn(self.clock.now_s())
+      self._look_at_pools(turn)
       self._drain(turn)
+      self._change_roles(turn)
       self._hand_off(turn)
       plan_at_s = self._submit(turn)
       tickets = [pool.in_flight[0][1] for pool in self.cluster.pools if pool.in_flight]
@@ -209,7 +241,10 @@ class _Loop:
             yield turn
           return
         until_s = leave_s
-      times_s = [time_s for time_s in (until_s, plan_at_s) if time_s is not None]
+      look_s = None
+      if self.inbox.num_left and any(not p.is_up and not p.is_gone for p in self.cluster.pools):
+        look_s = turn.now_s + _LOOK_S
+      times_s = [time_s for time_s in (until_s, plan_at_s, look_s) if time_s is not None]
       self.clock.wait(tickets, min(times_s, default=None))
       turn.now_s = self.clock.now_s()
       self._commit(turn)
@@ -221,6 +256,8 @@ class _Loop:
     for message in self.inbox.due(turn.now_s):
       if isinstance(message, Request):
         self._arrive(message, turn)
+      elif isinstance(message, _ChangeRole):
+        self._begin_change(message, turn)
       else:
         self._end(message.request_id, message.reason, turn)
 
@@ -328,6 +365,10 @@ class _Loop:
     for transfer in self.cluster.transfers:
       self._send(transfer, turn)
     outbox = self.cluster.outbox
+    while outbox and not self.cluster.decode:
+      source, seq = outbox.popleft()
+      source.scheduler.drop(seq.request_id)
+      self._fail(seq.request_id, source, "no decode pool is left", turn)
     while outbox:
       source, seq = outbox[0]
       reserved = self.cluster.reserve(seq)
@@ -459,7 +500,7 @@ class _Loop:
       # there would hold up every hand-off for its whole length. A pipeline is filled at once.
       num_stages = pool.executor.num_stages
       most = max(num_stages, 1 if pool.role == "prefill" else self.steps_in_flight)
-      while len(pool.in_flight) < most and not _waits_to_fail(pool):
+      while pool.is_up and len(pool.in_flight) < most and not _waits_to_fail(pool):
         now_s = self.clock.now_s()
         start_s = max(now_s, _predicted_end_s(pool)) if num_stages == 1 else now_s
         at_s = start_s - 3 * pool.host_s  # a few times the host's share before
@@ -468,7 +509,8 @@ class _Loop:
           break
         plan = pool.scheduler.next_step(start_s)
         if pool.role == "decode":
-          self._recompute(pool, pool.scheduler.expel_preempted(), turn)
+          preempted = [s for s in pool.scheduler.waiting.values() if s.state is State.PREEMPTED]
+          self._recompute(pool, pool.scheduler.withdraw(preempted), turn)
         if plan is None:
           break
         for request_id in plan.preempted if pool.role != "decode" else ():
@@ -477,6 +519,9 @@ class _Loop:
         exports = [(handle, _pages_of(pool, stream.seq, handle)) for stream, handle in begun]
         try:
           ticket = pool.executor.submit(plan, now_s, exports)
+        except PoolLost as error:
+          self._lose_pool(pool, str(error), turn)
+          break
         except Exception as error:
           if pool.executor.recover():
             self._lose_cache(pool, turn, plan, error)
@@ -510,6 +555,10 @@ class _Loop:
     plan, ticket, submit_s = pool.in_flight.popleft()
     try:
       result = ticket.result()
+    except PoolLost as error:
+      self._log_step(pool, plan, ticket, submit_s, Outcome(), turn)
+      self._lose_pool(pool, str(error), turn)
+      return
     except Exception as error:  # the device's failure: its requests fail, the service goes on
       self._log_step(pool, plan, ticket, submit_s, Outcome(), turn)
       if pool.executor.recover():
@@ -567,6 +616,9 @@ class _Loop:
     """Why a copy that has ended failed: it is never used then, and may have cost a cache."""
     try:
       ticket.result()
+    except PoolLost as error:
+      self._look_at_pools(turn)
+      return error
     except Exception as error:
       for pool in (source, target):
         if pool.executor.recover():
@@ -601,7 +653,7 @@ class _Loop:
     elif transfer.is_source_lost:
       source.scheduler.unseat(seq)
       self._recompute(source, [seq], turn)
-    elif error is None:  # only the copy is lost: again
+    elif error is None or isinstance(error, PoolLost):  # only the copy is lost: again
       seq.enter(State.READY)
       self.cluster.outbox.appendleft((source, seq))
     else:
@@ -649,7 +701,7 @@ class _Loop:
     for seq in prefetch.seqs:
       if seq.state is not State.ENDED:
         seq.enter(State.QUEUED)
-        target.scheduler.add(seq)
+        self._queue_again(target, seq, turn)
 
   # A cache is lost -----------------------------------------------------------------------------
 
@@ -673,16 +725,124 @@ class _Loop:
   def _recompute(self, pool: Pool, sequences: Seq[Sequence], turn: Turn) -> None:
     """Queues preempted sequences, oldest first, where their prompt can be computed again."""
     for seq in reversed(sequences):  # each goes to the front
-      entry = pool if pool.role != "decode" else self.cluster.route_again(seq, turn.now_s)
+      self.log.append(Preempted(time_s=turn.now_s, request_id=seq.request_id, pool=pool.name))
+      self._queue_again(pool, seq, turn)
+
+  def _queue_again(self, pool: Pool, seq: Sequence, turn: Turn) -> None:
+    """Queues a sequence that `pool` had: there, or elsewhere if it does not prefill any more."""
+    entry = pool
+    if not pool.is_up or pool not in self.cluster.entry:
+      entry = self.cluster.route_again(seq, turn.now_s)
+    refusal = "no pool that could prefill it is left"
+    if entry is not None:
       refusal = entry.scheduler.refusal(seq.request, len(seq.output_ids))
-      if refusal is None:
-        self.log.append(Preempted(time_s=turn.now_s, request_id=seq.request_id, pool=pool.name))
-        entry.scheduler.add(seq)
-      else:
-        seq.enter(State.ENDED)
-        self._fail(seq.request_id, pool, f"its K and V are lost for good: {refusal}", turn)
+    if refusal is None:
+      entry.scheduler.add(seq)
+    else:
+      seq.enter(State.ENDED)
+      self._fail(seq.request_id, pool, f"its K and V are lost for good: {refusal}", turn)
+
+  # Pools that come and go, and change ----------------------------------------------------------
+
+  def _look_at_pools(self, turn: Turn) -> None:
+    """Notices which pools were lost, are back, or are gone for good."""
+    for pool in self.cluster.pools:
+      if pool.is_gone:
+        continue
+      try:
+        is_up = pool.executor.is_up
+      except PoolLost as error:
+        self._lose_pool(pool, str(error), turn)
+        pool.is_gone = True
+        self._log_pool(pool, f"gone: {error}", turn)
+        self._move_queue(pool, turn)
+        continue
+      if not is_up:
+        self._lose_pool(pool, "its process ended", turn)
+      elif not pool.is_up:
+        pool.is_up = True
+        self._log_pool(pool, "it is back", turn)
+
+  def _lose_pool(self, pool: Pool, reason: str, turn: Turn) -> None:
+    """Moves what a lost pool had to others, and has it started again. Once for each loss."""
+    if not pool.is_up:
+      return
+    pool.is_up = False
+    self._log_pool(pool, f"lost: {reason}", turn)
+    pool.executor.recover()
+    self._lose_cache(pool, turn)
+    self._move_queue(pool, turn)
+
+  def _move_queue(self, pool: Pool, turn: Turn) -> None:
+    """Queues elsewhere what waits in a pool that will not prefill it, in the same order."""
+    for seq in pool.scheduler.withdraw(pool.scheduler.waiting.values()):
+      self._queue_again(pool, seq, turn)
+
+  def _begin_change(self, change: _ChangeRole, turn: Turn) -> None:
+    """Begins to drain a pool for another role, if it can have that."""
+    found = [p for p in self.cluster.pools if p.name == change.pool]
+    if not found:
+      names = ", ".join(p.name for p in self.cluster.pools)
+      reason = f"refused: there is no pool {change.pool!r}, only {names}"
+      self.log.append(
+        PoolChanged(
+          time_s=turn.now_s, pool=change.pool, role=change.role, is_up=False, reason=reason
+        )
+      )
+      return
+    (pool,) = found
+    refusal = self.cluster.why_not(pool, change.role)
+    if refusal is not None:
+      self._log_pool(pool, f"refused to be {change.role}: {refusal}", turn)
+    elif change.role != (pool.next_role or pool.role):
+      pool.next_role = change.role if change.role != pool.role else None
+      self._log_pool(pool, f"asked to be {change.role}", turn)
+
+  def _change_roles(self, turn: Turn) -> None:
+    """Asks the planner, and lets those pools change that are drained."""
+    if self.planner is not None:
+      for pool, role in self.planner(self._planning(turn)):
+        self._begin_change(_ChangeRole(pool=pool, role=role), turn)
+    for pool in self.cluster.pools:
+      if pool.next_role is None or not pool.is_up:
+        continue
+      if pool.next_role == "decode":
+        self._move_queue(pool, turn)
+      if self.cluster.is_drained(pool):
+        self._take_role(pool, pool.next_role, turn)
+
+  def _planning(self, turn: Turn) -> Planning:
+    pools = [p for p in self.cluster.pools if p.is_up]
+    return Planning(
+      now_s=turn.now_s,
+      pools=[
+        PoolState(name=p.name, role=p.next_role or p.role, scheduler=p.scheduler) for p in pools
+      ],
+      handing_over=[seq for _, seq in self.cluster.outbox],
+      is_changing=any(p.next_role is not None for p in self.cluster.pools),
+    )
+
+  def _take_role(self, pool: Pool, role: str, turn: Turn) -> None:
+    """Changes a drained pool. What it decodes goes on there, or moves to decode pools."""
+    scheduler = pool.scheduler
+    pool.role, pool.next_role = role, None
+    scheduler.become(*pool.as_role(role))
+    self._log_pool(pool, f"it is {role} now", turn)
+    if role == "prefill":
+      for seq in list(scheduler.decoding.values()):
+        if seq.output_ids:  # else it leaves with its first token
+          self._leave(pool, seq)
+
+  def _log_pool(self, pool: Pool, reason: str, turn: Turn) -> None:
+    self.log.append(
+      PoolChanged(
+        time_s=turn.now_s, pool=pool.name, role=pool.role, is_up=pool.is_up, reason=reason
+      )
+    )
 
   def _raise_if_stuck(self, tickets: Iterable[Ticket]) -> None:
+    if any(not pool.is_up and not pool.is_gone for pool in self.cluster.pools):
+      return
     if any(ticket.finish_s != math.inf for ticket in tickets):
       return
     stuck = {

@@ -8,6 +8,7 @@ import math
 from virtual import step_s
 
 from pdjax.scheduling.pages import PageConfig
+from pdjax.serving.executor import PoolLost
 from pdjax.sim.checksum_executor import ChecksumExecutor
 from pdjax.sim.hardware import Link
 
@@ -31,8 +32,35 @@ class FailingTicket:
     raise self.error
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LosableTicket:
+  """Work that is lost with any of the executors that it needs."""
+
+  ticket: object
+  needs: tuple[tuple[FaultyExecutor, int], ...]  # and their lives when it began
+
+  @property
+  def is_lost(self) -> bool:
+    return any(executor.life != life for executor, life in self.needs)
+
+  @property
+  def finish_s(self) -> float:
+    return 0.0 if self.is_lost else self.ticket.finish_s
+
+  def is_ready(self) -> bool:
+    return True
+
+  def result(self):
+    if self.is_lost:
+      raise PoolLost("killed by a test")
+    return self.ticket.result()
+
+
 class FaultyExecutor(ChecksumExecutor):
   """The checksum model, whose next call named in `armed` fails, and all work of `broken` requests.
+
+  `kill` ends its process, as it were: it comes back when it has been looked at a few times after
+  `recover`, unless it was killed for good.
 
   With `donates` a step or a copy that fails has taken the cache with it: all that follows fails
   too, what is gathered from it as well, until `recover` brings an empty one.
@@ -49,8 +77,34 @@ class FaultyExecutor(ChecksumExecutor):
     self.broken: set[int] = set()
     self.num_recoveries = 0
     self.num_deleted_uses = 0  # of a cache that a failed call has taken along
+    self.life = 0
+    self._looks_left: int | None = 0  # until it is up; None: for ever
+    self._is_killed = False
+
+  @property
+  def is_up(self):
+    if self._is_killed:
+      if self._looks_left is None:
+        raise PoolLost("killed for good")
+      return False
+    self._looks_left = max(0, self._looks_left - 1)
+    return not self._looks_left
+
+  def kill(self, *, for_good=False):
+    self.life += 1
+    self._is_killed = True
+    self._looks_left = None if for_good else 20
 
   def submit(self, plan, now_s, exports=()):
+    self._check_alive()
+    return LosableTicket(ticket=self._submit(plan, now_s, exports), needs=((self, self.life),))
+
+  def _check_alive(self):
+    if self._is_killed:
+      raise PoolLost("killed by a test")
+    assert not self._looks_left, "used before it was back"
+
+  def _submit(self, plan, now_s, exports):
     self.num_deleted_uses += self._is_deleted
     ids = {s.request_id for s in plan.prefills} | set(plan.decodes.request_ids)
     if self._takes("submit"):
@@ -68,15 +122,23 @@ class FaultyExecutor(ChecksumExecutor):
     return ticket
 
   def export(self, handle, *, page_ids, now_s):
+    self._check_alive()
     self.num_deleted_uses += self._is_deleted
     if self._takes("export") or handle.request_id in self.broken:
       raise Fault("export")
     handle = super().export(handle, page_ids=page_ids, now_s=now_s)
-    if self._is_lost:  # the gather fails behind the step that is in its way
-      return dataclasses.replace(handle, payload=self._busy_until_s[-1])
-    return handle
+    # The gather fails behind a step that is in its way and fails.
+    payload = self._busy_until_s[-1] if self._is_lost else handle.payload
+    return dataclasses.replace(handle, payload=(self, self.life, payload))
 
   def import_(self, handle, *, row, page_ids, now_s):
+    self._check_alive()
+    source, life, payload = handle.payload
+    handle = dataclasses.replace(handle, payload=payload)
+    ticket = self._import(handle, row=row, page_ids=page_ids, now_s=now_s)
+    return LosableTicket(ticket=ticket, needs=((self, self.life), (source, life)))
+
+  def _import(self, handle, *, row, page_ids, now_s):
     if self._takes("import"):
       raise Fault("import")
     if isinstance(handle.payload, float):
@@ -94,9 +156,11 @@ class FaultyExecutor(ChecksumExecutor):
     return ticket
 
   def recover(self):
-    if not self._is_lost:
+    if not self._is_lost and not self._is_killed:
       return False
+    self._is_killed = self._looks_left is None
     fresh = FaultyExecutor(self._pages, donates=True)
+    self._swapped, self._computed_s = {}, {}
     self._keys, self._values = fresh._keys, fresh._values
     self._table, self._last_token, self._copies = {}, {}, []
     self._is_lost = self._is_deleted = False

@@ -27,7 +27,7 @@ from pdjax.core.events import Arrived, Copied, EventLog, Failed, Finished, Preem
 from pdjax.core.request import Request, SamplingParams
 from pdjax.core.sequence import Sequence, State
 from pdjax.scheduling.policies import POLICIES
-from pdjax.scheduling.routing import Conductor
+from pdjax.scheduling.routing import ROLES, Conductor
 from pdjax.scheduling.scheduler import length_or_stop
 from pdjax.serving.cluster import HandOff
 from pdjax.serving.loop import Inbox, serve
@@ -530,7 +530,7 @@ def test_a_late_result_reaches_nobody():
   """Its row and its pages go to the next request only when the step in flight has ended."""
   requests = make_requests(2, seed=35, rate_rps=1e6, prompt=(8, 8), output=(6, 6))
   cluster = make_cluster("chunked", num_rows=1, num_pages=8, pages_per_row=8)
-  cluster.pools = cluster.entry = cluster.entry[:1]
+  del cluster.pools[1:]
   inbox, tokens = Inbox(requests), collections.defaultdict(list)
 
   def each_turn(turn):
@@ -685,6 +685,7 @@ SCENARIOS = {
   "streamed, growing": dict(
     strategy=STREAMED, budget=8, num_pages=20, hand_off=HandOff(reservation="prompt")
   ),
+  "four pools that change": dict(strategy="2xprefill:prefill_chunks,2xdecode", budget=8),
   "growing": dict(
     strategy="1xprefill,2xdecode", num_pages=14, hand_off=HandOff(reservation="prompt")
   ),
@@ -766,6 +767,18 @@ class LifeCycle(RuleBasedStateMachine):
   def break_next(self, fault, number):
     pools = self.cluster.pools
     pools[number % len(pools)].executor.armed.add(fault)
+
+  @rule(number=st.integers(0, 3), is_likely=st.integers(0, 3))
+  def kill(self, number, is_likely):
+    pools = self.cluster.pools
+    if not is_likely and pools[number % len(pools)].is_up:
+      pools[number % len(pools)].executor.kill()
+
+  @rule(number=st.integers(0, 3), role=st.sampled_from(ROLES), after_s=st.sampled_from((0.0, 0.01)))
+  def change_role(self, number, role, after_s):
+    pools = self.cluster.pools
+    pool = pools[number % len(pools)]
+    self.inbox.change_role(pool.name, role, at_s=self.clock.now_s() + after_s)
 
   @rule(num=st.integers(1, 8))
   def turn(self, num):

@@ -117,13 +117,14 @@ def test_a_decode_pool_reserves_for_a_stream_no_earlier_than_the_copy_needs():
   for name, latency_s, rate in (("fast", 1e-5, 1e9), ("slow", 0.0, 64 / 20e-3)):
     warm, late = make_requests(2, seed=55, rate_rps=1.0, prompt=(64, 64), output=(2, 2))
     cluster = streaming(link=Link(name=name, latency_s=latency_s, bytes_per_s=rate))
-    computed = {}
+    computed, reserve = {}, cluster.reserve
 
-    def note(turn, cluster=cluster, computed=computed):
-      for transfer in cluster.transfers:
-        computed.setdefault(transfer.seq.request_id, transfer.seq.num_computed_tokens)
+    def note(seq, computed=computed, reserve=reserve):
+      computed.setdefault(seq.request_id, seq.num_computed_tokens)
+      return reserve(seq)
 
-    run(cluster, [warm, late], each_turn=note)
+    cluster.reserve = note
+    run(cluster, [warm, late])
     reserved_at[name] = computed[1]
   assert reserved_at["fast"] == 56, "one chunk is left"
   assert reserved_at["slow"] == 8, "as soon as there was something to send"

@@ -1,0 +1,220 @@
+"""Pools that are lost, come back, are gone for good, or take another role while they serve."""
+
+import pytest
+from serving.faults import make_faulty
+from virtual import expected, make_cluster, make_requests, run, tokens_of
+
+from pdjax.core.clock import VirtualClock
+from pdjax.core.costs import StepCounts
+from pdjax.core.events import Copied, EventLog, Failed, PoolChanged, Preempted, Step
+from pdjax.scheduling.planner import SlackPlanner, make_planner
+from pdjax.serving.loop import Inbox, serve
+
+pytestmark = pytest.mark.quick
+FOUR = "2xprefill:prefill_chunks,2xdecode"
+
+
+def changes(log):
+  return [(e.pool, e.reason) for e in log if isinstance(e, PoolChanged)]
+
+
+def run_killing(cluster, requests, name, at_turn, **kill):
+  num_turns = [0]
+  (pool,) = [p for p in cluster.pools if p.name == name]
+
+  def count(turn):
+    num_turns[0] += 1
+    if num_turns[0] == at_turn:
+      pool.executor.kill(**kill)
+
+  return run(cluster, requests, each_turn=count)
+
+
+# Lost ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["prefill0", "prefill1", "decode0", "decode1"])
+@pytest.mark.parametrize("at_turn", [1, 5, 9, 14, 20, 33])
+def test_killed_at_any_moment_no_request_is_lost_and_no_token_comes_twice(name, at_turn):
+  requests = make_requests(16, seed=70, rate_rps=400.0, prompt=(1, 40), output=(1, 12))
+  cluster = make_faulty(make_cluster(FOUR, budget=8), donates=False)
+  log = run_killing(cluster, requests, name, at_turn)
+  assert tokens_of(log) == expected(requests)  # each once, those before the loss kept
+  assert changes(log) == [(name, "lost: its process ended"), (name, "it is back")] or changes(
+    log
+  ) == [(name, "lost: killed by a test"), (name, "it is back")]
+  assert not [e for e in log if isinstance(e, Failed)]
+
+
+def test_the_others_go_on_while_a_pool_is_down():
+  requests = make_requests(20, seed=71, rate_rps=400.0, prompt=(10, 40), output=(4, 12))
+  cluster = make_faulty(make_cluster(FOUR, budget=8), donates=False)
+  log = list(run_killing(cluster, requests, "decode0", 20))
+  lost, back = (i for i, e in enumerate(log) if isinstance(e, PoolChanged))
+  between = [e.pool for e in log[lost:back] if isinstance(e, Step)]
+  assert {"prefill0", "prefill1", "decode1"} <= set(between)
+  assert "decode0" not in [e.pool for e in log[lost + 1 : back] if isinstance(e, Step)]
+  assert "decode0" in [e.pool for e in log[back:] if isinstance(e, Step)], "it is used again"
+
+
+@pytest.mark.parametrize("strategy", ["continuous", "chunked", "disaggregated"])
+def test_a_pool_without_another_of_its_kind_is_waited_for(strategy):
+  requests = make_requests(10, seed=72, rate_rps=400.0, output=(4, 8))
+  for number in (0, 1):
+    cluster = make_faulty(make_cluster(strategy), donates=False)
+    log = run_killing(cluster, requests, cluster.pools[number].name, 6)
+    assert tokens_of(log) == expected(requests)
+
+
+def test_gone_for_good_its_requests_fail_only_where_nobody_else_can_serve_them():
+  requests = make_requests(12, seed=73, rate_rps=400.0, output=(3, 8))
+  cluster = make_faulty(make_cluster(FOUR, budget=8), donates=False)
+  log = run_killing(cluster, requests, "prefill0", 8, for_good=True)
+  assert tokens_of(log) == expected(requests)
+  assert [reason.split(":")[0] for _, reason in changes(log)] == ["lost", "gone"]
+
+  cluster = make_faulty(make_cluster("disaggregated"), donates=False)
+  log = run_killing(cluster, requests, "decode0", 8, for_good=True)
+  failures = {e.request_id: e.reason for e in log if isinstance(e, Failed)}
+  assert failures and all("no decode pool is left" in r for r in failures.values())
+  tokens, want = tokens_of(log), expected(requests)
+  for i, ids in want.items():
+    assert tokens.get(i, ()) == ids[: len(tokens.get(i, ()))]
+    assert i in failures or tokens[i] == ids
+
+  cluster = make_faulty(make_cluster("disaggregated"), donates=False)
+  log = run_killing(cluster, requests, "prefill0", 4, for_good=True)
+  failures = [e.reason for e in log if isinstance(e, Failed)]
+  assert failures and all("no pool that could prefill it is left" in r for r in failures)
+
+
+# Another role -------------------------------------------------------------------------------------
+
+
+def run_changing(cluster, requests, *changes_asked, **options):
+  inbox = Inbox(requests)
+  for at_s, pool, role in changes_asked:
+    inbox.change_role(pool, role, at_s=at_s)
+  return run(cluster, inbox, **options)
+
+
+@pytest.mark.parametrize("at_s", [0.0, 0.03, 0.06])
+@pytest.mark.parametrize(
+  ("pool", "role"),
+  [
+    ("prefill1", "mixed"),
+    ("prefill1", "decode"),
+    ("decode1", "mixed"),
+    ("decode1", "prefill"),
+  ],
+)
+def test_any_pool_takes_any_role_while_it_serves_and_nothing_is_computed_twice(pool, role, at_s):
+  requests = make_requests(30, seed=74, rate_rps=300.0, prompt=(1, 40), output=(1, 12))
+  log = run_changing(make_cluster(FOUR, budget=8), requests, (at_s, pool, role))
+  assert tokens_of(log) == expected(requests)
+  assert changes(log) == [(pool, f"asked to be {role}"), (pool, f"it is {role} now")]
+  assert not [e for e in log if isinstance(e, Preempted)], "K and V stay usable"
+  at = next(i for i, e in enumerate(log) if getattr(e, "reason", "").endswith("now"))
+  kinds = {e.kind for e in list(log)[at:] if isinstance(e, Step) and e.pool == pool}
+  assert kinds <= {"prefill": {"prefill"}, "decode": {"decode"}}.get(
+    role, {"prefill", "decode", "mixed"}
+  ) or (role == "prefill" and kinds == {"prefill", "decode"})  # one decode was in flight
+
+
+def test_a_mixed_pool_that_turns_to_prefill_hands_over_what_it_decodes():
+  requests = make_requests(8, seed=75, rate_rps=1e6, prompt=(4, 8), output=(20, 30))
+  cluster = make_cluster("1xmixed,1xprefill,1xdecode", budget=16, num_rows=12)
+  log = run_changing(cluster, requests, (0.06, "mixed0", "prefill"))
+  assert tokens_of(log) == expected(requests)
+  moved = [e for e in log if isinstance(e, Copied) and e.source == "mixed0"]
+  lengths = {r.request_id: r.num_prompt_tokens for r in requests}
+  assert moved and all(e.num_tokens > lengths[e.request_id] for e in moved)
+  assert not [e for e in log if isinstance(e, Preempted)]
+
+
+def test_there_and_back_again():
+  requests = make_requests(60, seed=76, rate_rps=200.0, prompt=(1, 30), output=(1, 12))
+  asked = [
+    (0.05, "decode1", "prefill"),
+    (0.12, "decode1", "mixed"),
+    (0.2, "prefill0", "decode"),
+    (0.25, "decode1", "decode"),
+    (0.3, "prefill0", "prefill"),
+  ]
+  log = run_changing(make_cluster(FOUR, budget=8), requests, *asked)
+  assert tokens_of(log) == expected(requests)
+  assert sum("now" in reason for _, reason in changes(log)) == len(asked)
+
+
+@pytest.mark.parametrize(
+  ("pool", "role", "reason"),
+  [
+    ("decode0", "prefill", "prefill pools need a decode pool to hand over to"),
+    ("prefill0", "decode", "decode pools need a prefill pool"),
+    ("prefill0", "train", "role 'train' must be one of prefill, decode, mixed"),
+    ("prefill7", "decode", "there is no pool 'prefill7', only prefill0, decode0"),
+  ],
+)
+def test_what_cannot_be_is_refused_and_changes_nothing(pool, role, reason):
+  requests = make_requests(5, seed=77)
+  log = run_changing(make_cluster("disaggregated"), requests, (0.0, pool, role))
+  ((_, said),) = changes(log)
+  assert said.startswith("refused") and reason in said
+  assert tokens_of(log) == expected(requests)
+
+
+def test_a_change_that_is_asked_for_and_taken_back_never_happens():
+  requests = make_requests(8, seed=78, rate_rps=1e6, prompt=(30, 40), output=(2, 3))
+  cluster = make_cluster(FOUR, budget=8)
+  log = run_changing(cluster, requests, (0.01, "prefill1", "decode"), (0.02, "prefill1", "prefill"))
+  assert tokens_of(log) == expected(requests)
+  assert [p.role for p in cluster.pools] == ["prefill", "prefill", "decode", "decode"]
+  assert not any("now" in reason for _, reason in changes(log))
+
+
+# A planner ----------------------------------------------------------------------------------------
+
+
+def predict_step_s(counts: StepCounts) -> float:
+  return 8e-3 + 28e-6 * (counts.num_prefill_tokens + counts.num_decodes)
+
+
+def planned(requests, **options):
+  cluster = make_cluster("1xprefill:prefill_chunks,3xdecode", budget=8, num_rows=8)
+  for pool in cluster.pools:
+    pool.scheduler.predict_step_s = predict_step_s
+  log = EventLog()
+  planner = SlackPlanner(
+    **(dict(ttft_s=0.1, tpot_s=0.05, interval_s=0.02, cooldown_s=0.2) | options)
+  )
+  for _ in serve(cluster, Inbox(requests), VirtualClock(), log, planner=planner):
+    cluster.check()
+  assert tokens_of(log) == expected(requests)
+  return cluster, log
+
+
+def test_a_planner_moves_pools_to_the_half_that_is_late():
+  burst = make_requests(40, seed=79, rate_rps=200.0, prompt=(30, 60), output=(2, 3))
+  cluster, log = planned(burst)
+  assert [p.role for p in cluster.pools].count("prefill") > 1
+  assert len([p for p in cluster.pools if p.role == "decode"]) >= 1
+  _, still = planned(burst, ttft_s=1e3)
+  assert changes(still) == []
+  last_s = {name: max(e.end_s for e in one if isinstance(e, Step)) for name, one in
+            (("planned", log), ("fixed", still))}  # fmt: skip
+  assert last_s["planned"] < 0.8 * last_s["fixed"]
+
+
+def test_a_planner_waits_between_changes():
+  burst = make_requests(40, seed=79, rate_rps=200.0, prompt=(30, 60), output=(2, 3))
+  _, log = planned(burst, cooldown_s=0.3)
+  asked_s = [e.time_s for e in log if isinstance(e, PoolChanged) and "asked" in e.reason]
+  assert len(asked_s) == 2 and asked_s[1] - asked_s[0] >= 0.3
+
+
+def test_a_planner_by_name_and_wrong_options():
+  assert make_planner("slack", {"ttft_s": 2.0}).ttft_s == 2.0
+  with pytest.raises(ValueError, match="slack=0 must be positive"):
+    SlackPlanner(slack=0)
+  with pytest.raises(ValueError, match="unknown planner 'slac'; did you mean slack"):
+    make_planner("slac")
