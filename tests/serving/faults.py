@@ -158,9 +158,11 @@ class FaultyExecutor(ChecksumExecutor):
   def recover(self):
     if not self._is_lost and not self._is_killed:
       return False
-    self._is_killed = self._looks_left is None
+    if self._is_killed:
+      self._swapped = {}
+    self._is_killed = self._is_killed and self._looks_left is None
     fresh = FaultyExecutor(self._pages, donates=True)
-    self._swapped, self._computed_s = {}, {}
+    self._computed_s = {}
     self._keys, self._values = fresh._keys, fresh._values
     self._table, self._last_token, self._copies = {}, {}, []
     self._is_lost = self._is_deleted = False
