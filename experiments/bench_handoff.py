@@ -62,19 +62,13 @@ class Pool:
     self.device = devices[0]
     self.steps = Steps(model, make_attention(model, PAGES, mesh, "slots", "xla"))
     layout = self.steps.attention.layout
-    cache, last_token, _ = state_shapes(model, layout, mesh)
-    self.cache, self.last_token = jax.tree.map(
-      lambda x: jnp.ones(x.shape, x.dtype, device=x.sharding), (cache, last_token)
-    )
+    cache, *_ = state_shapes(model, layout, [((0, layout.num_layers), mesh)])
+    self.cache = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype, device=x.sharding), cache)
     self.reshard = Reshard(axes_sharding("2 L K P h", layout.pieces_shape(1), mesh))
     self.bytes_per_token = layout.bytes_per_token
 
   def scatter(self, page_ids, pieces) -> None:
-    import numpy as np
-
-    self.cache, self.last_token = self.steps.scatter_pages(
-      self.cache, self.last_token, page_ids, pieces, np.int32(0), np.int32(0)
-    )
+    self.cache = self.steps.scatter_pages(self.cache, page_ids, pieces)
 
 
 def measure(source: Pool, target: Pool, num_tokens: int) -> dict[str, float]:

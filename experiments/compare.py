@@ -2,7 +2,7 @@
 
     python -m experiments.compare [--config=configs/quickstart.py] [--set a.b=c ...]
       [--strategies=continuous,chunked,disaggregated] [--pools=2xprefill:tp2,1xdecode:tp4]
-      [--backend=jax|sim] [--out=DIR]
+      [--backend=jax|sim] [--processes [--pin]] [--out=DIR]
 
 Prints a table, the interference and a verdict, and under it the same strategies simulated for
 Llama-3-8B with as many pools of an A100 each (or --hardware), or with --pools as many devices.
@@ -41,6 +41,7 @@ from experiments.serving import (
 )
 from experiments.worlds import pools_of
 from pdjax.config import ExperimentConfig, load_config
+from pdjax.deployment import check_split
 from pdjax.metrics.latency import outcomes
 
 SIMULATED = "configs/llama3_8b_a100.py"
@@ -81,9 +82,11 @@ def why_no_twin(config: ExperimentConfig) -> str | None:
   if config.pools is None:
     return None
   model = MODELS[load_config(ROOT / SIMULATED).model]
+  specs = pools_of(config)
+  if platforms := sorted({spec.hardware for spec in specs} - {None}):
+    return f"@{', @'.join(platforms)} are devices of this machine"
   try:
-    for spec in pools_of(config):
-      model.check_split(len(spec.devices))
+    check_split(specs, model)
   except ValueError as error:
     return str(error)
   return None
@@ -97,9 +100,12 @@ def run(prepared: tuple[Checked, Checked | None]) -> int:
   """Runs an experiment and its twin, prints and writes the report; returns the exit status."""
   checked, twin = prepared
   progress = Progress()
-  experiment = run_experiment(checked, progress)
-  text, data = report(experiment)
-  tokens_text, tokens_data, is_wrong = token_report(experiment)
+  try:
+    experiment = run_experiment(checked, progress)
+    text, data = report(experiment)
+    tokens_text, tokens_data, is_wrong = token_report(experiment)
+  finally:
+    checked.world.close()
   data |= tokens_data | {"machine": machine(experiment)}
   print(text)
   if tokens_text:

@@ -21,16 +21,17 @@ from experiments.traffic import Traffic, read_traffic
 from experiments.worlds import World, make_world, typical_pools
 from pdjax.analysis.capacity import capacity_rps, derive_slo
 from pdjax.analysis.verdict import StrategyRun, analyse, interference_line, verdict
-from pdjax.config import ExperimentConfig
-from pdjax.core.events import EventLog, Step, write_events
+from pdjax.config import ExperimentConfig, parse_role_change
+from pdjax.core.events import EventLog, PoolChanged, Step, write_events
 from pdjax.core.names import pick
 from pdjax.core.plain import to_plain
 from pdjax.core.request import Request, SamplingParams
-from pdjax.deployment import make_cluster
+from pdjax.deployment import make_cluster, planner_of
 from pdjax.metrics.goodput import Slo, achieved_rate_rps
 from pdjax.metrics.latency import enough
 from pdjax.metrics.timeline import write_chrome_trace
 from pdjax.metrics.utilisation import span_s
+from pdjax.serving.cluster import Cluster
 from pdjax.serving.executor import Nowhere
 from pdjax.serving.loop import Inbox, serve
 from pdjax.workloads import make_requests
@@ -42,6 +43,7 @@ from pdjax.workloads.traces import TraceRow
 # tiny model's did by 0.1, one token's against another's (230 tokens whole and in chunks of 48, jax
 # 0.10 on CPU); deeper models add up more.
 TIE_MARGINS = {4: 1e-3, 2: 0.5}
+MOST_CHANGES = 12  # of pools, in the report
 MOST_STEPS_SHOWN = 1000  # in the picture of a timeline; more are a smear
 
 
@@ -93,7 +95,9 @@ def check(config: ExperimentConfig, out: pathlib.Path) -> Checked:
     # The scheduler alone knows what it can hold; it needs no device for that.
     try:
       specs = config.pools_of(strategy)
-      cluster = make_cluster(specs, config.scheduler, world.pages_of, lambda devices: Nowhere())
+      cluster = make_cluster(specs, config.scheduler, world.pages_of, lambda group: Nowhere())
+      for text in config.scheduler.role_changes:
+        _check_role_change(text, cluster)
     except ValueError as error:
       raise ValueError(f"strategy {strategy} cannot run: {error}") from error
     for row in trace.rows if trace else [TraceRow(0.0, *longest, line=0)]:
@@ -113,6 +117,14 @@ def check(config: ExperimentConfig, out: pathlib.Path) -> Checked:
         )
   world.load()
   return Checked(config=config, out=out, world=world, traffic=traffic)
+
+
+def _check_role_change(text: str, cluster: Cluster) -> None:
+  """Raises ValueError for a pool that is not there; what it may become depends on the others."""
+  names = [pool.name for pool in cluster.pools]
+  name, _, _ = parse_role_change(text)
+  if name not in names:
+    raise ValueError(f"scheduler.role_changes: {text!r} is of no pool; there are {names}")
 
 
 # The run ------------------------------------------------------------------------------------------
@@ -208,16 +220,27 @@ def _num_pools(config: ExperimentConfig) -> dict[str, int]:
 def _serve(experiment: Experiment, strategy: str, log: EventLog, progress: Progress) -> None:
   world, config = experiment.world, experiment.config
   specs = config.pools_of(strategy)
-  cluster = make_cluster(specs, config.scheduler, world.pages_of, world.executor, world.step_time)
+  cluster = make_cluster(
+    specs,
+    config.scheduler,
+    world.pages_of,
+    world.executor,
+    world.step_time,
+    hand_off=config.hand_off,
+  )
+  inbox = Inbox(experiment.requests)
+  for pool, role, at_s in map(parse_role_change, config.scheduler.role_changes):
+    inbox.change_role(pool, role, at_s)
   num_ended = num_tokens = 0
   clock = world.clock()
   now_s = 0.0
   for turn in serve(
     cluster,
-    Inbox(experiment.requests),
+    inbox,
     clock,
     log,
     steps_in_flight=config.scheduler.steps_in_flight,
+    planner=planner_of(config.scheduler),
   ):
     num_ended += len(turn.ended) + len(turn.failed)
     num_tokens += len(turn.tokens)
@@ -341,6 +364,18 @@ def table(runs: Mapping[str, StrategyRun]) -> str:
     if any(run.summary[key] for run in runs.values()):
       each = ", ".join(f"{name} {run.summary[key] or 0:{unit}}" for name, run in runs.items())
       lines.append(f"{what}: {each}.")
+  if any(run.summary["handoff_bytes_ahead"] for run in runs.values()):
+    each = ", ".join(
+      f"{name} {run.summary['handoff_bytes_ahead'] / run.summary['handoff_bytes']:.0%}"
+      for name, run in runs.items()
+      if run.summary["handoff_bytes"]
+    )
+    lines.append(f"Handed off before the prompt was prefilled: {each} of the bytes.")
+  for name, run in runs.items():
+    changed = [e for e in run.log if isinstance(e, PoolChanged)]
+    lines += [f"{name}: {e.time_s:.2f} s, {e.pool}: {e.reason}" for e in changed[:MOST_CHANGES]]
+    if len(changed) > MOST_CHANGES:
+      lines.append(f"{name}: {len(changed) - MOST_CHANGES} more changes of pools, see events.jsonl")
   return "\n".join(lines)
 
 
@@ -449,6 +484,7 @@ def machine(experiment: Experiment) -> dict[str, Any]:
     "processor": platform.machine(),
     "num_cores": os.cpu_count(),
     "load_1min": os.getloadavg()[0],
+    "processes": experiment.world.processes,
     "prompts": corpus_source() if has_words else None,
   }
 

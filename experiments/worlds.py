@@ -1,35 +1,52 @@
-"""The two worlds an experiment can run in: this machine's devices, or a model of others."""
+"""What an experiment can run in: this machine, in one process or several, or a model of others."""
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import gc
+import itertools
+import os
 import pathlib
+import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from configs.hardware import HARDWARE, link
 from configs.models import MODELS
 from pdjax.analysis.capacity import StepTimes, measure, probe_points
-from pdjax.config import ExperimentConfig, PoolSpec
+from pdjax.config import ExperimentConfig, PoolSpec, check_platforms
 from pdjax.core.clock import Clock, VirtualClock, WallClock
 from pdjax.core.costs import StepCounts, count_plan
+from pdjax.core.device_group import DeviceGroup, split_layers
 from pdjax.core.model_config import ModelConfig
 from pdjax.core.names import pick
 from pdjax.core.plan import StepPlan
-from pdjax.deployment import largest_budgets, make_pages, uses_of
+from pdjax.deployment import (
+  check_split,
+  largest_budgets,
+  layer_groups_of,
+  make_pages,
+  uses_of,
+)
 from pdjax.llm import open_model
+from pdjax.remote.executor import RemoteExecutor, start_all
+from pdjax.remote.protocol import WorkerSetup
 from pdjax.scheduling.pages import PageConfig
 from pdjax.scheduling.scheduler import StepTime
-from pdjax.serving.executor import Executor, PageShape
+from pdjax.serving.executor import Executor, PageShape, PoolLost
 from pdjax.serving.step_time import FittedStepTime
 from pdjax.sim.hardware import Device
 from pdjax.sim.roofline import Roofline, num_pages
 from pdjax.sim.sim_executor import SimExecutor
 from pdjax.sources import WHEEL_FILES, resolve
 from pdjax.workloads.traces import Blocks
+
+if TYPE_CHECKING:  # it imports jax
+  from pdjax.models.checkpoints.checkpoint import Checkpoint
 
 ENGINE_MODELS = ("tiny", *WHEEL_FILES)
 
@@ -47,6 +64,7 @@ class World(Protocol):
   together: StepTimes
   bytes_per_value: int
   caveats: list[str]
+  processes: list[dict[str, Any]] | None  # devices and cores of each pool; None: all in this one
 
   def load(self) -> None:
     """Reads the weights and finds the devices, the last that can be wrong with the input."""
@@ -62,17 +80,21 @@ class World(Protocol):
     """What the requests say; None where words make no difference."""
     ...
 
-  def pages_of(self, devices: tuple[int, ...]) -> PageConfig: ...
+  def pages_of(self, group: DeviceGroup) -> PageConfig: ...
 
-  def executor(self, devices: tuple[int, ...]) -> Executor: ...
+  def executor(self, group: DeviceGroup) -> Executor: ...
 
   def clock(self) -> Clock: ...
 
-  def step_time(self, devices: tuple[int, ...]) -> StepTime:
+  def step_time(self, group: DeviceGroup) -> StepTime:
     """How long a step takes there, for policies that plan by time; for one pool and one run."""
     ...
 
   def top2_margin(self, token_ids: Sequence[int]) -> float | None: ...
+
+  def close(self) -> None:
+    """Ends what was started to serve."""
+    ...
 
 
 def pools_of(config: ExperimentConfig, strategies: Iterable[str] | None = None) -> list[PoolSpec]:
@@ -86,44 +108,76 @@ def typical_pools(config: ExperimentConfig) -> list[PoolSpec]:
   return pools_of(config, config.strategies or None)
 
 
-def _tp_of(config: ExperimentConfig, kind: str) -> int:
-  """Over how many devices the first of `typical_pools` is split that runs such steps."""
+def _able(config: ExperimentConfig, kind: str) -> list[PoolSpec]:
+  """Those of `typical_pools` that run such steps."""
   other = {"prefill": "decode", "decode": "prefill"}[kind]
-  return next(len(spec.devices) for spec in typical_pools(config) if spec.role != other)
+  return [spec for spec in typical_pools(config) if spec.role != other]
+
+
+def _all_hardware(
+  config: ExperimentConfig, name: Callable[[str | None], str], form: str = "{1} x {0}"
+) -> str:
+  """How many devices of what the strategies have; those of pools that have others come last."""
+  texts = []
+  for strategy in config.strategy_names:
+    specs = config.pools_of(strategy)
+    kinds = {device: name(spec.hardware) for spec in specs for device in spec.devices}
+    counts = collections.Counter(kinds.values())
+    texts.append(" and ".join(form.format(*count) for count in counts.items()))
+  return ", or ".join(dict.fromkeys(texts))
 
 
 class SimWorld:
   """Devices as a latency model sees them, in virtual time. Imports no jax."""
 
   bytes_per_value = 2
+  processes = None
 
   def __init__(self, config: ExperimentConfig, longest: tuple[int, int], context: int):
     self.model = pick(MODELS, config.model, "model")
-    device: Device = pick(HARDWARE, config.hardware, "hardware")
     self._config, self._longest, self._context = config, longest, context
     self._link = link(config.link)
-    sizes = sorted({len(spec.devices) for spec in pools_of(config)})
-    self._latency = {
-      tp: Roofline(model=self.model, device=device, tp=tp, link=self._link) for tp in sizes
-    }
-    self._pages = {tp: self._make_pages(device, tp) for tp in sizes}
-    self.pages = self._pages[_tp_of(config, "decode")]
-    self.label = (
-      f"simulated {self.model.name} on {config.num_devices} x {device.label}{_each(config)}"
-    )
-    caveat = "step times are a latency model's, not measured"
-    if not device.is_calibrated:
-      caveat += ", and from data-sheet peaks: too fast by a third or more"
-    split = " and ".join(f"tp={tp}" for tp in sizes if tp > 1)
-    if split:
-      caveat += (
-        f"; what {split} costs is uncalibrated: a share of each operator and a link's data sheet"
-      )
-    self.caveats = [caveat, *_beyond_training(self.model, longest)]
+    specs = pools_of(config)
+    check_split(specs, self.model, config.hand_off.layer_groups)
+    self._latency = {spec.group: self._make_latency(spec.group) for spec in specs}
+    self._pages = {spec.group: self._make_pages(spec.group) for spec in specs}
+    self.pages = self._pages[_able(config, "decode")[0].group]
+    labels = _all_hardware(config, lambda name: self._device(name).label)
+    self.label = f"simulated {self.model.name} on {labels}{_each(config)}"
+    self.caveats = [self._caveat(), *_unequal(config), *_beyond_training(self.model, longest)]
 
-  def _make_pages(self, device: Device, tp: int) -> PageConfig:
-    cache = self._config.cache
-    fits = num_pages(model=self.model, device=device, page_size=cache.page_size, tp=tp)
+  def _device(self, name: str | None) -> Device:
+    return pick(HARDWARE, name or self._config.hardware, "hardware")
+
+  def _make_latency(self, group: DeviceGroup) -> Roofline:
+    device = self._device(group.hardware)
+    return Roofline(model=self.model, device=device, tp=group.tp, link=self._link)
+
+  def _caveat(self) -> str:
+    caveat = "step times are a latency model's, not measured"
+    devices = {latency.device.name: latency.device for latency in self._latency.values()}
+    ideal = [name for name, device in devices.items() if not device.is_calibrated]
+    if ideal:
+      of = f"those of {' and '.join(ideal)} " if len(ideal) < len(devices) else ""
+      caveat += f", and {of}from data-sheet peaks: too fast by a third or more"
+    splits = [
+      f"{name}={n}"
+      for name in ("tp", "pp")
+      for n in sorted({getattr(group, name) for group in self._latency})
+      if n > 1
+    ]
+    if splits:
+      caveat += (
+        f"; what {' and '.join(splits)} costs is uncalibrated: a share of each operator and a "
+        f"link's data sheet"
+      )
+    return caveat
+
+  def _make_pages(self, group: DeviceGroup) -> PageConfig:
+    cache, device = self._config.cache, self._latency[group].device
+    fits = num_pages(
+      model=self.model, device=device, page_size=cache.page_size, tp=group.tp, pp=group.pp
+    )
     pages = _make_pages(self._config, self._longest, None if cache.layout == "slots" else fits)
     if pages.num_pages > fits:
       raise ValueError(
@@ -136,28 +190,42 @@ class SimWorld:
     pass
 
   def prepare(self, show: Callable[[str], None]) -> None:
-    latency = {kind: self._latency[_tp_of(self._config, kind)] for kind in ("prefill", "decode")}
-    self.alone = self.together = measure(
-      self.pages,
-      lambda plan: latency[plan.kind].step_s(plan),
-      longest_prompt=self._longest[0],
-      context=self._context,
-    )
+    able = {kind: _able(self._config, kind) for kind in ("prefill", "decode")}
+    where = dict(longest_prompt=self._longest[0], context=self._context)
+
+    def alone_s(plan: StepPlan) -> float:
+      return self.step_time(able[plan.kind][0].group)(count_plan(plan))
+
+    def together_s(plan: StepPlan) -> float:
+      return statistics.harmonic_mean(self._every_s(spec, plan) for spec in able[plan.kind])
+
+    self.alone = measure(self.pages, alone_s, **where)
+    self.together = measure(self.pages, together_s, **where)
+
+  def _every_s(self, spec: PoolSpec, plan: StepPlan) -> float:
+    """How long after one such step a busy pool can begin the next.
+
+    Chunks of a prefill pool follow one another through its stages, the longest of which decides. A
+    decode waits for the token of the step before.
+    """
+    if spec.role == "prefill":
+      return self._latency[spec.group].step_s(plan) * _longest_share(self.model, spec.pp)
+    return self.step_time(spec.group)(count_plan(plan))
 
   def prompts(self, lengths, seed: int, *, chat: bool, blocks: Blocks | None) -> None:
     return None
 
-  def pages_of(self, devices: tuple[int, ...]) -> PageConfig:
-    return self._pages[len(devices)]
+  def pages_of(self, group: DeviceGroup) -> PageConfig:
+    return self._pages[group]
 
-  def executor(self, devices: tuple[int, ...]) -> SimExecutor:
-    tp, model = len(devices), self.model
+  def executor(self, group: DeviceGroup) -> SimExecutor:
+    latency, model = self._latency[group], self.model
     return SimExecutor(
-      step_s=self._latency[tp].step_s,
+      step_s=latency.step_s,
       link=self._link,
-      kv_bytes_per_token=model.kv_bytes_per_token(self.bytes_per_value),
-      # Each device of a pool sends its kv heads to its counterpart in the other, all at once.
-      num_links=min(tp, model.num_kv_heads),
+      bytes_per_token=model.kv_bytes_per_token(self.bytes_per_value),
+      # Each device of a stage sends its kv heads to its counterpart in the other pool, all at once.
+      num_links=min(group.tp, model.num_kv_heads),
       page_shape=PageShape(
         page_size=self.pages.page_size,
         num_layers=model.num_layers,
@@ -165,21 +233,40 @@ class SimWorld:
         head_dim=model.head_dim,
         dtype="bfloat16",
       ),
+      layer_groups=self._layer_groups(group),
+      num_stages=group.pp,
+      hand_over_s=latency.hand_over_s,
+    )
+
+  def _layer_groups(self, group: DeviceGroup) -> tuple[tuple[int, int], ...]:
+    """The parts of each stage."""
+    num_parts = self._config.hand_off.layer_groups
+    return tuple(
+      (first + a, first + b)
+      for first, last in split_layers(self.model.num_layers, group.pp)
+      for a, b in split_layers(last - first, num_parts)
     )
 
   def clock(self) -> VirtualClock:
     return VirtualClock()
 
-  def step_time(self, devices: tuple[int, ...]) -> StepTime:
-    latency = self._latency[len(devices)]
+  def step_time(self, group: DeviceGroup) -> StepTime:
+    """Of one through all stages, with what it takes from each to the next."""
+    latency = self._latency[group]
 
     def predict_step_s(counts: StepCounts) -> float:
-      return latency.terms_of(counts).total_s
+      step_s = latency.terms_of(counts).total_s
+      if group.pp > 1:
+        step_s += (group.pp - 1) * latency.hand_over_s(counts.num_tokens)
+      return step_s
 
     return predict_step_s
 
   def top2_margin(self, token_ids: Sequence[int]) -> None:
     return None
+
+  def close(self) -> None:
+    pass
 
 
 class JaxWorld:
@@ -189,59 +276,79 @@ class JaxWorld:
   bfloat16 elsewhere, which kernels are made for.
   """
 
+  processes = None
+
   def __init__(self, config: ExperimentConfig, longest: tuple[int, int], context: int):
     self._config, self._longest, self._context = config, longest, context
     # A wrong name or a broken file fails before jax is even imported.
+    check_platforms(pools_of(config))
     self._path = _find(config.model)
     self.pages = _make_pages(config, longest)
-    self._executors: dict[tuple[int, ...], Executor] = {}
+    self._executors: dict[DeviceGroup, Executor] = {}
 
   def load(self) -> None:
-    config, num_devices = self._config, self._config.num_devices
-    checkpoint, self._tokenizer = open_model(self._path, check_weights=config.check_weights)
-    self.model = checkpoint.config
+    config, checkpoint = self._config, self._open()
 
-    from pdjax.engine.mesh import ensure_devices, make_mesh
+    from pdjax.engine.mesh import find_devices, make_mesh
 
-    devices = ensure_devices(num_devices)
-    self._groups = {spec.devices: [devices[i] for i in spec.devices] for spec in pools_of(config)}
-    platform = devices[0].platform
-    dtype, self.bytes_per_value = ("float32", 4) if platform == "cpu" else ("bfloat16", 2)
-    target = make_mesh(next(iter(self._groups.values())))
+    groups = list(dict.fromkeys(spec.group for spec in pools_of(config)))
+    self._groups = dict(zip(groups, find_devices(groups), strict=True))
+    platforms = {device.platform for devices in self._groups.values() for device in devices}
+    # Pages are exchanged, so all pools have one type: where a CPU takes part, that of the CPU.
+    dtype, self.bytes_per_value = ("float32", 4) if "cpu" in platforms else ("bfloat16", 2)
+    target = make_mesh(self._groups[groups[0]][: groups[0].tp])
     self._model = checkpoint.load(dtype=dtype, target=target)
-    name = pathlib.Path(config.model).name
-    plural = "s" if num_devices > 1 else ""
-    self.label = f"{name} on {num_devices} {platform} device{plural}{_each(config)}"
-    self.caveats = _beyond_training(self.model, self._longest)
-    if platform == "cpu" and num_devices > 1:
+    self._describe({group.hardware: d[0].platform for group, d in self._groups.items()})
+    if "cpu" in platforms and config.num_devices > 1:
       self.caveats.insert(
         0, "the CPU devices share the same cores and memory, so a busy pool slows the others down"
       )
 
-  def prepare(self, show: Callable[[str], None]) -> None:
+  def _open(self) -> Checkpoint:
+    """What the checkpoint says of itself, without its weights."""
+    checkpoint, self._tokenizer = open_model(self._path, check_weights=self._config.check_weights)
+    self.model = checkpoint.config
+    check_split(pools_of(self._config), self.model, self._config.hand_off.layer_groups)
+    return checkpoint
+
+  def _describe(self, platform_of: Mapping[str | None, str]) -> None:
+    config = self._config
+    devices = _all_hardware(config, platform_of.__getitem__, "{1} {0}")
+    name, plural = pathlib.Path(config.model).name, "s" if config.num_devices > 1 else ""
+    self.label = f"{name} on {devices} device{plural}{_each(config)}"
+    self.caveats = [*_unequal(config), *_beyond_training(self.model, self._longest)]
+
+  def _start(self, uses: Mapping[DeviceGroup, set[str]], budgets: tuple[int, int]) -> Iterator[str]:
+    """Makes and warms up the executors; yields a line for each shape."""
     from pdjax.engine.build import build_executors, default_buckets, warm_up
 
-    config, specs = self._config, pools_of(self._config)
-    show(f"warm-up: compiling for {config.num_devices} devices{_each(config)}")
-    whole_budget, chunk_budget = largest_budgets(specs, config.scheduler, self.pages)
+    whole_budget, chunk_budget = budgets
     buckets = default_buckets(self.pages, whole_budget=whole_budget, chunk_budget=chunk_budget)
-    uses = uses_of(specs, config.scheduler)
     executors = build_executors(
       self._model,
       self.pages,
       buckets,
       [self._groups[group] for group in uses],
-      layout=config.cache.layout,
-      attention=config.attention,
+      layout=self._config.cache.layout,
+      attention=self._config.attention,
+      stages=[group.pp for group in uses],
+      layer_groups=layer_groups_of(uses, self._config.hand_off),
     )
     self._executors = dict(zip(uses, executors, strict=True))
-    self._typical = {spec.devices for spec in typical_pools(config)}
+    return warm_up(executors, list(uses.values()))
+
+  def prepare(self, show: Callable[[str], None]) -> None:
+    config, specs = self._config, pools_of(self._config)
+    show(f"warm-up: compiling for {config.num_devices} devices{_each(config)}")
+    uses = uses_of(specs, config.scheduler)
+    whole_budget, chunk_budget = largest_budgets(specs, config.scheduler, self.pages)
+    for number, line in enumerate(self._start(uses, (whole_budget, chunk_budget)), 1):
+      show(f"warm-up, shape {number}: {line}")
+    self._typical = {spec.group for spec in typical_pools(config)}
     self._able = {  # by kind of step; a shape that no pool uses is not compiled to be timed
       kind: [self._executors[g] for g, own in uses.items() if kind in own and g in self._typical]
       for kind in ("prefill", "decode")
     }
-    for number, line in enumerate(warm_up(executors, list(uses.values())), 1):
-      show(f"warm-up, shape {number}: {line}")
     # No step here takes more: where all pools cut prompts, the longest is as many chunks.
     most = min(self._longest[0], whole_budget)
     where = dict(longest_prompt=most, context=self._context)
@@ -260,7 +367,7 @@ class JaxWorld:
     ]
     self.alone = _in_chunks(alone, self._longest[0])
     self.together = _in_chunks(together, self._longest[0])
-    for executor in executors:
+    for executor in self._executors.values():
       executor.reset()
     # What compiling left behind is never garbage: a full collection in a run would be a gap.
     gc.collect()
@@ -275,21 +382,121 @@ class JaxWorld:
       return block_prompts(self._tokenizer, lengths, blocks, seed)
     return text_prompts(self._tokenizer, lengths, seed, chat=chat)
 
-  def pages_of(self, devices: tuple[int, ...]) -> PageConfig:
+  def pages_of(self, group: DeviceGroup) -> PageConfig:
     return self.pages
 
-  def executor(self, devices: tuple[int, ...]) -> Executor:
-    self._executors[devices].reset()
-    return self._executors[devices]
+  def executor(self, group: DeviceGroup) -> Executor:
+    self._executors[group].reset()
+    return self._executors[group]
 
   def clock(self) -> WallClock:
     return WallClock()
 
-  def step_time(self, devices: tuple[int, ...]) -> FittedStepTime:
-    return FittedStepTime(self._measured if devices in self._typical else ())
+  def step_time(self, group: DeviceGroup) -> FittedStepTime:
+    return FittedStepTime(self._measured if group in self._typical else ())
 
   def top2_margin(self, token_ids: Sequence[int]) -> float:
     return next(iter(self._executors.values())).top2_margin(token_ids)
+
+  def close(self) -> None:
+    pass
+
+
+class ProcessWorld(JaxWorld):
+  """This machine's devices with a process for each pool, which has its weights and its own JAX.
+
+  This process schedules and keeps time. It needs neither weights nor devices.
+  """
+
+  def load(self) -> None:
+    self._open()
+    groups = list(dict.fromkeys(spec.group for spec in pools_of(self._config)))
+    cores = _cores_of(groups, self._config.num_devices) if self._config.pin else {}
+    self._cores = {group: cores.get(group) for group in groups}
+    self.processes = [
+      {"devices": list(group.devices), "cores": own and list(own)}
+      for group, own in self._cores.items()
+    ]
+
+  def _start(self, uses: Mapping[DeviceGroup, set[str]], budgets: tuple[int, int]) -> Iterator[str]:
+    config, uids = self._config, itertools.count()
+    # Pages are exchanged, so all pools have one type: where a CPU takes part, that of the CPU.
+    dtype = "float32" if any(group.hardware == "cpu" for group in uses) else None
+    self._executors = {
+      group: RemoteExecutor(
+        f"devices {','.join(map(str, group.devices))}",
+        WorkerSetup(
+          model_path=str(self._path),
+          dtype=dtype,
+          check_weights=config.check_weights,
+          pages=self.pages,
+          whole_budget=budgets[0],
+          chunk_budget=budgets[1],
+          layout=config.cache.layout,
+          attention=config.attention,
+          uses=tuple(sorted(own)),
+          group=_of_its_platform(group, uses),
+          cores=self._cores[group],
+        ),
+        uids,
+      )
+      for group, own in uses.items()
+    }
+    yield from start_all(list(self._executors.values()))
+    platforms = {g.hardware: executor.platform for g, executor in self._executors.items()}
+    (dtype,) = {executor.page_shape.dtype for executor in self._executors.values()}
+    self.bytes_per_value = {"float32": 4, "bfloat16": 2}[dtype]
+    self._describe(platforms)
+    how = ", pinned to cores of their own" if config.pin else ""
+    self.label += f", a process each pool{how}"
+    if "cpu" in platforms.values() and len(uses) > 1:
+      shared = "caches and memory" if config.pin else "cores and memory"
+      self.caveats.insert(
+        0, f"the pools' processes share the same {shared}, so a busy pool slows the others down"
+      )
+
+  def executor(self, group: DeviceGroup) -> Executor:
+    executor = self._executors[group]
+    executor.start()  # unless it is up: it may have been lost in the run before
+    for _ in executor.wait_until_up():
+      pass
+    return super().executor(group)
+
+  def top2_margin(self, token_ids: Sequence[int]) -> float | None:
+    for executor in self._executors.values():
+      with contextlib.suppress(PoolLost):
+        return executor.top2_margin(token_ids)
+    return None
+
+  def close(self) -> None:
+    for executor in self._executors.values():
+      executor.close()
+
+
+def _of_its_platform(group: DeviceGroup, groups: Iterable[DeviceGroup]) -> DeviceGroup:
+  """With its devices counted among those of its platform, as `find_devices` does."""
+  indices = sorted({i for g in groups if g.hardware == group.hardware for i in g.devices})
+  return dataclasses.replace(group, devices=tuple(map(indices.index, group.devices)))
+
+
+def _cores_of(
+  groups: Iterable[DeviceGroup], num_devices: int
+) -> dict[DeviceGroup, tuple[int, ...]]:
+  """An equal share of the cores that this process may use for each device.
+
+  Raises:
+    ValueError: more devices than cores.
+  """
+  cores = sorted(os.sched_getaffinity(0))
+  each = len(cores) // num_devices
+  if not each:
+    raise ValueError(
+      f"pin=true needs a core for each of {num_devices} devices, but there are {len(cores)}"
+    )
+  return {
+    group: tuple(cores[i] for d in group.devices for i in range(d * each, (d + 1) * each))
+    for group in groups
+  }
 
 
 def _time(executors: Sequence[Executor], plan: StepPlan) -> float:
@@ -318,6 +525,25 @@ def _each(config: ExperimentConfig) -> str:
   return "" if config.tp == 1 or not config.strategies else f", {config.tp} a pool"
 
 
+def _longest_share(model: ModelConfig, num_stages: int) -> float:
+  """Of a step: that of the stage with most layers."""
+  stages = split_layers(model.num_layers, num_stages)
+  return max(last - first for first, last in stages) / model.num_layers
+
+
+def _unequal(config: ExperimentConfig) -> list[str]:
+  """The caveat about pools that are compared with strategies on other devices, if they are."""
+  if not config.strategies or config.pools is None:
+    return []
+  own = {spec.hardware or config.hardware for spec in config.pools_of(config.pools)}
+  if own <= {config.hardware}:
+    return []
+  return [
+    f"{config.pools} runs on {' and '.join(sorted(own))}, the other strategies on as many devices "
+    f"of {config.hardware}: these are not equal devices"
+  ]
+
+
 def _find(name: str) -> pathlib.Path:
   """The path of a model's checkpoint, downloaded if need be."""
   if name in MODELS and name not in ENGINE_MODELS:
@@ -340,4 +566,6 @@ def _beyond_training(model: ModelConfig, longest: tuple[int, int]) -> list[str]:
 
 def make_world(config: ExperimentConfig, longest: tuple[int, int], context: int) -> World:
   """The world of an experiment whose decodes have `context` tokens on average."""
-  return (JaxWorld if config.backend == "jax" else SimWorld)(config, longest, context)
+  if config.backend == "sim":
+    return SimWorld(config, longest, context)
+  return (ProcessWorld if config.processes else JaxWorld)(config, longest, context)

@@ -15,11 +15,14 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from pdjax.core.device_group import DeviceGroup
 from pdjax.core.names import pick
 from pdjax.core.plain import from_plain, to_plain
 from pdjax.core.request import SamplingParams
+from pdjax.scheduling.hand_off import HandOff
+from pdjax.scheduling.planner import PLANNERS, make_planner
 from pdjax.scheduling.policies import POLICIES, make_policy
-from pdjax.scheduling.routing import ROUTERS, check_roles, make_router
+from pdjax.scheduling.routing import ROLES, ROUTERS, check_roles, make_router
 from pdjax.scheduling.scheduler import SchedulerConfig
 from pdjax.workloads.lengths import Fixed, LogNormal, Mix, Quantiles, Uniform
 
@@ -81,12 +84,15 @@ class WorkloadConfig:
 class SchedulerOptions:
   """Limits of a step, who gets memory, which pool takes a request, and options of either.
 
-  `policy` replaces that of mixed pools, to try a new one. `options` are of policies and routers,
-  written "name.option=value"; those of one that nobody uses change nothing.
+  `policy` replaces that of mixed pools, to try a new one. `options` are of policies, routers and
+  planners, written "name.option=value"; those of one that nobody uses change nothing.
 
   `token_budget` is that of policies that cut prompts; the others take whole prompts, and theirs is
   `prefill_budget`, None for the longest request. The rest is as `SchedulerConfig` says:
   `reservation` None is the policy's own, and `long_prompt_share` is of policies that cut prompts.
+
+  `planner` gives pools other roles while they serve; `role_changes` does at fixed times, written
+  "pool=role@seconds". `changes_roles` makes pools that can take any role, for changes by hand.
   """
 
   policy: str | None = None
@@ -105,6 +111,9 @@ class SchedulerOptions:
   prefix_cache: bool = False
   eviction: str = "lru"
   steps_in_flight: int = 2
+  planner: str | None = None
+  role_changes: tuple[str, ...] = ()
+  changes_roles: bool = False
 
   def __post_init__(self):
     _check_at_least_1("scheduler", self, "prefill_budget")
@@ -118,18 +127,29 @@ class SchedulerOptions:
       make_router(self.router)
     except ValueError as error:
       raise ValueError(f"scheduler.router: {error}") from error
+    if self.planner is not None:
+      pick(PLANNERS, self.planner, "scheduler.planner")
+    for text in self.role_changes:
+      parse_role_change(text)
     for text in self.options:
       try:
         name = _option(text)[0]
         if name in ROUTERS:
           make_router(name, self.options_of(name))
+        elif name in PLANNERS:
+          make_planner(name, self.options_of(name))
         else:
           make_policy(name, self.options_of(name))
       except ValueError as error:
         raise ValueError(f"scheduler.options: {error}") from error
 
+  @property
+  def needs_all_roles(self) -> bool:
+    """Whether every pool must be able to take every role."""
+    return self.changes_roles or self.planner is not None or bool(self.role_changes)
+
   def options_of(self, member: str) -> dict[str, Any]:
-    """What `options` says about the policy or router of this name."""
+    """What `options` says about the policy, router or planner of this name."""
     options = map(_option, self.options)
     return {option: value for name, option, value in options if name == member}
 
@@ -202,16 +222,27 @@ def check_attention(name: str) -> None:
     raise ValueError(f"attention={name!r} must be 'auto', 'xla' or 'pallas'")
 
 
+def check_platforms(specs: Iterable[PoolSpec]) -> None:
+  """Raises ValueError for pools on hardware that only a simulation can have."""
+  for spec in specs:
+    if spec.hardware not in (None, *PLATFORMS):
+      raise ValueError(
+        f"{spec.name} runs on @{spec.hardware}, but the engine runs on this machine's "
+        f"devices, of which @{', @'.join(PLATFORMS)} choose; simulate it (--backend=sim)"
+      )
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExperimentConfig:
   """One experiment. `model`, `hardware` and `link` are names that the program looks up.
 
   `num_devices` counts all devices; each pool of the `strategies` has `tp` of them, over which the
   model is split (tensor parallelism). `pools` is one more strategy, with pools that say themselves
-  how many devices they have (`parse_pools`): together as many. `attention` is run by the kernels
-  that are best on the device ("auto"), by Pallas kernels ("pallas", which a CPU interprets: slow,
-  for tests), or by plain XLA ("xla"). `check_weights` refuses weights that are not finite, for a
-  pass over them.
+  how many devices they have, and which (`parse_pools`): together as many. `attention` is run by the
+  kernels that are best on the device ("auto"), by Pallas kernels ("pallas", which a CPU interprets:
+  slow, for tests), or by plain XLA ("xla"). `check_weights` refuses weights that are not finite,
+  for a pass over them. `processes` serves each pool in a process of its own; `pin` gives each an
+  equal share of the cores.
   """
 
   model: str = "smollm2-135m"
@@ -222,10 +253,13 @@ class ExperimentConfig:
   tp: int = 1
   attention: str = "auto"
   check_weights: bool = False
+  processes: bool = False
+  pin: bool = False
   strategies: tuple[str, ...] = ("continuous", "chunked", "disaggregated")
   pools: str | None = None
   workload: WorkloadConfig
   scheduler: SchedulerOptions = SchedulerOptions()
+  hand_off: HandOff = HandOff()
   cache: CacheConfig = CacheConfig()
   sampling: SamplingConfig = SamplingConfig()
   slo: SloConfig = SloConfig()
@@ -233,6 +267,10 @@ class ExperimentConfig:
   def __post_init__(self):
     if self.backend not in ("jax", "sim"):
       raise ValueError(f"backend={self.backend!r} must be 'jax' or 'sim'")
+    if self.processes and self.backend != "jax":
+      raise ValueError(f"processes=True goes with backend='jax', not {self.backend!r}")
+    if self.pin and not self.processes:
+      raise ValueError("pin=True pins processes to cores, so it goes with processes=True")
     check_attention(self.attention)
     if not self.strategies and self.pools is None:
       raise ValueError("strategies is empty; name at least one")
@@ -278,12 +316,22 @@ class ExperimentConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSpec:
-  """One pool of a strategy: its devices, by index, and what it does."""
+  """One pool of a strategy: what it does, and the parts of its `DeviceGroup`."""
 
   name: str
   role: str
   policy: str
   devices: tuple[int, ...]
+  pp: int = 1
+  hardware: str | None = None
+
+  def __post_init__(self):
+    DeviceGroup(devices=self.devices, pp=self.pp)  # or its ValueError
+
+  @property
+  def group(self) -> DeviceGroup:
+    """What the pool runs on: all that executors, memory and step times depend on."""
+    return DeviceGroup(devices=self.devices, pp=self.pp, hardware=self.hardware)
 
 
 Strategy = Callable[..., tuple[PoolSpec, ...]]
@@ -352,16 +400,24 @@ STRATEGIES: dict[str, Strategy] = {
 
 # Pools of any shape ------------------------------------------------------------------------------
 
+# What `@HARDWARE` can be on the engine.
+PLATFORMS = ("cpu", "gpu", "tpu")
 # The policy of a pool whose text names none.
 ROLE_POLICIES = {"prefill": "prefill_only", "decode": "decode_only", "mixed": "sarathi"}
-POOLS_FORM = "COUNTxROLE[:tpN][:POLICY],..., as in 2xprefill:tp2,1xdecode:tp4"
+POOLS_FORM = (
+  "COUNTxROLE[:tpN][:ppN][:POLICY][@HARDWARE],..., as in 2xprefill:tp2,1xdecode:tp4 or "
+  "prefill:pp4@a100,decode@h100"
+)
 
 
 def parse_pools(text: str) -> tuple[PoolSpec, ...]:
   """The pools that `text` lists, on devices 0, 1, ... in its order: see `POOLS_FORM`.
 
-  Roles are `prefill`, `decode` and `mixed`; COUNT and N are 1 where they are not given. POLICY is
-  one that does what the role needs.
+  Roles are `prefill`, `decode` and `mixed`; COUNT and N are 1 where they are not given. A pool has
+  tp devices in each of its pp pipeline stages. POLICY is one that does what the role needs; prefill
+  pools of several stages cut prompts into chunks if it is not given.
+  HARDWARE, where the pool does not run on that of the experiment, is a name that the program looks
+  up.
 
   Raises:
     ValueError: another form, an unknown role or policy, or no pools that a request can go through
@@ -371,35 +427,43 @@ def parse_pools(text: str) -> tuple[PoolSpec, ...]:
   free, numbers = itertools.count(), collections.defaultdict(itertools.count)
   try:
     for item in text.split(","):
-      count, role, tp, policy = _parse_item(item.strip())
+      count, tp, parts = _parse_item(item.strip())
       for _ in range(count):
-        name, devices = f"{role}{next(numbers[role])}", tuple(itertools.islice(free, tp))
-        specs.append(PoolSpec(name=name, role=role, policy=policy, devices=devices))
+        name = f"{parts['role']}{next(numbers[parts['role']])}"
+        devices = tuple(itertools.islice(free, tp * parts["pp"]))
+        specs.append(PoolSpec(name=name, devices=devices, **parts))
     check_roles(spec.role for spec in specs)
   except ValueError as error:
     raise ValueError(f"pools={text!r}: {error}; write {POOLS_FORM}") from error
   return tuple(specs)
 
 
-def _parse_item(item: str) -> tuple[int, str, int, str]:
-  """(count, role, tp, policy)."""
-  head, *options = (part.strip() for part in item.split(":"))
+def _parse_item(item: str) -> tuple[int, int, dict[str, Any]]:
+  """(count, tp, what the specs of the item have in common)."""
+  words, at, hardware = (part.strip() for part in item.partition("@"))
+  if at and not re.fullmatch(r"[\w.-]+", hardware):
+    raise ValueError(f"{hardware!r} of {item!r} is no name of hardware, which comes last")
+  head, *options = (part.strip() for part in words.split(":"))
   match = re.fullmatch(r"(?:(\d+)x)?(\w+)", head)
   if match is None:
     raise ValueError(f"{item!r} does not begin with a count and a role")
   count, role = int(match[1] or 1), match[2]
   own_policy = pick(ROLE_POLICIES, role, "role")
-  tps = [option[2:] for option in options if option.startswith("tp")]
-  policies = [option for option in options if not option.startswith("tp")]
-  if len(tps) > 1 or len(policies) > 1:
-    raise ValueError(f"{item!r} has two {'tp' if len(tps) > 1 else 'policies'}")
-  tp = tps[0] if tps else "1"
-  if not count or not tp.isdecimal() or not int(tp):
-    raise ValueError(f"count and tp of {item!r} must be whole numbers of at least 1")
-  policy = policies[0] if policies else own_policy
-  if pick(POLICIES, policy, "policy").half and policy != own_policy:
+  values: dict[str, str] = {}
+  for option in options:
+    kind = option[:2] if option.startswith(("tp", "pp")) else "policies"
+    if kind in values:
+      raise ValueError(f"{item!r} has two {kind}")
+    values[kind] = option if kind == "policies" else option[2:]
+  tp, pp = values.get("tp", "1"), values.get("pp", "1")
+  if not count or not all(n.isdecimal() and int(n) for n in (tp, pp)):
+    raise ValueError(f"count, tp and pp of {item!r} must be whole numbers of at least 1")
+  if role == "prefill" and int(pp) > 1:
+    own_policy = "prefill_chunks"  # which fill the stages; a whole prompt is in one at a time
+  policy = values.get("policies", own_policy)
+  if pick(POLICIES, policy, "policy").half not in (None, role):
     raise ValueError(f"policy {policy} does not do what a {role} pool has to do")
-  return count, role, int(tp), policy
+  return count, int(tp), dict(role=role, policy=policy, pp=int(pp), hardware=hardware or None)
 
 
 # Files and overrides -----------------------------------------------------------------------------
@@ -479,6 +543,21 @@ def _parse(hint: Any, text: str, path: str) -> Any:
     except (TypeError, AttributeError):
       continue
   raise ValueError(f"--set {path}={text}: not a value of type {_type_name(hint)}")
+
+
+def parse_role_change(text: str) -> tuple[str, str, float]:
+  """The pool, its new role, and when, of "pool=role@seconds".
+
+  Raises:
+    ValueError: another form, or no such role.
+  """
+  match = re.fullmatch(r"(\w+)=(\w+)@(\d+(?:\.\d+)?)", text.strip())
+  if match is None or match[2] not in ROLES:
+    raise ValueError(
+      f"scheduler.role_changes: {text!r} is not pool=role@seconds, as in decode1=prefill@10; roles "
+      f"are {', '.join(ROLES)}"
+    )
+  return match[1], match[2], float(match[3])
 
 
 def _option(text: str) -> tuple[str, str, Any]:

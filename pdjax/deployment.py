@@ -5,15 +5,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
-from pdjax.config import CacheConfig, PoolSpec, SchedulerOptions
+from pdjax.config import ROLE_POLICIES, CacheConfig, PoolSpec, SchedulerOptions
+from pdjax.core.device_group import DeviceGroup, split_layers
+from pdjax.core.model_config import ModelConfig
 from pdjax.core.names import pick
+from pdjax.scheduling.hand_off import HandOff
 from pdjax.scheduling.pages import PageConfig
+from pdjax.scheduling.planner import Planner, make_planner
 from pdjax.scheduling.policies import POLICIES, make_policy
-from pdjax.scheduling.routing import Conductor, make_router
-from pdjax.scheduling.scheduler import Scheduler, SchedulerConfig, StepTime
+from pdjax.scheduling.routing import ROLES, Conductor, make_router
+from pdjax.scheduling.scheduler import Policy, Scheduler, SchedulerConfig, StepTime
 from pdjax.serving.cluster import Cluster, Pool
 from pdjax.serving.executor import Executor
 
@@ -42,12 +48,27 @@ def make_pages(cache: CacheConfig, longest_tokens: int, num_pages: int | None = 
   )
 
 
+def check_split(specs: Iterable[PoolSpec], model: ModelConfig, layer_groups: int = 1) -> None:
+  """Raises ValueError for a pool whose devices and stages the model cannot be split over.
+
+  Nor its stages into so many `layer_groups`.
+  """
+  for spec in specs:
+    try:
+      model.check_split(spec.group.tp)
+      for first, last in split_layers(model.num_layers, spec.pp):
+        split_layers(last - first, layer_groups)
+    except ValueError as error:
+      raise ValueError(f"{spec.name}: {error}") from error
+
+
 def make_cluster(
   specs: Iterable[PoolSpec],
   options: SchedulerOptions,
-  pages: Callable[[tuple[int, ...]], PageConfig],
-  executor: Callable[[tuple[int, ...]], Executor],
-  step_time: Callable[[tuple[int, ...]], StepTime] | None = None,
+  pages: Callable[[DeviceGroup], PageConfig],
+  executor: Callable[[DeviceGroup], Executor],
+  step_time: Callable[[DeviceGroup], StepTime] | None = None,
+  hand_off: HandOff = HandOff(),
 ) -> Cluster:
   """The pools of a strategy, empty. `pages` and `executor` give those of a group of devices.
 
@@ -60,13 +81,56 @@ def make_cluster(
   """
   pools = []
   for spec in specs:
-    name = policy_name(spec, options)
-    policy = make_policy(name, options.options_of(name))
-    predict_step_s = None if step_time is None else step_time(spec.devices)
-    own_pages = pages(spec.devices)
-    scheduler = Scheduler(policy, own_pages, limits(spec, options, own_pages), predict_step_s)
-    pools.append(Pool(spec.name, spec.role, scheduler, executor(spec.devices)))
-  return Cluster(pools, make_router(options.router, options.options_of(options.router)))
+    predict_step_s = None if step_time is None else step_time(spec.group)
+    own_pages = pages(spec.group)
+    as_role = functools.partial(_as_role, spec, options, own_pages)
+    policy, own_limits = as_role(spec.role)
+    scheduler = Scheduler(policy, own_pages, own_limits, predict_step_s)
+    pool = Pool(spec.name, spec.role, scheduler, executor(spec.group))
+    if options.needs_all_roles:
+      pool.as_role = as_role
+    pools.append(pool)
+  return Cluster(pools, make_router(options.router, options.options_of(options.router)), hand_off)
+
+
+def planner_of(options: SchedulerOptions) -> Planner | None:
+  """A planner for one run, if there is to be one."""
+  if options.planner is None:
+    return None
+  return make_planner(options.planner, options.options_of(options.planner))
+
+
+def layer_groups_of(uses: Mapping[DeviceGroup, Collection[str]], hand_off: HandOff) -> list[int]:
+  """Into how many parts the layers of each group's stages are cut: where pages are sent from."""
+  return [hand_off.layer_groups if "gather" in own else 1 for own in uses.values()]
+
+
+def _as_role(
+  spec: PoolSpec, options: SchedulerOptions, pages: PageConfig, role: str
+) -> tuple[Policy, SchedulerConfig]:
+  """The policy and the limits of a pool in a role."""
+  spec = in_role(spec, role)
+  name = policy_name(spec, options)
+  return make_policy(name, options.options_of(name)), limits(spec, options, pages)
+
+
+def in_role(spec: PoolSpec, role: str) -> PoolSpec:
+  """The pool with another role, and its policy.
+
+  Raises:
+    ValueError: there is no such role.
+  """
+  pick(ROLE_POLICIES, role, "role")
+  if role == spec.role:
+    return spec
+  return dataclasses.replace(spec, role=role, policy=ROLE_POLICIES[role])
+
+
+def _in_all_roles(specs: Iterable[PoolSpec], options: SchedulerOptions) -> list[PoolSpec]:
+  """The pools, and where they may change what they would be then."""
+  if not options.needs_all_roles:
+    return list(specs)
+  return [in_role(spec, role) for spec in specs for role in ROLES]
 
 
 def policy_name(spec: PoolSpec, options: SchedulerOptions) -> str:
@@ -114,24 +178,22 @@ def largest_budgets(
 ) -> tuple[int, int]:
   """The most tokens of any step of these pools, and of any that mixes prefill and decode."""
   budgets, mixing = [], [pages.num_rows]
-  for spec in specs:
+  for spec in _in_all_roles(specs, options):
     budgets.append(limits(spec, options, pages).token_budget)
     if POLICIES[policy_name(spec, options)].mixes:
       mixing.append(budgets[-1])
   return max(budgets), max(mixing)
 
 
-def uses_of(
-  specs: Iterable[PoolSpec], options: SchedulerOptions
-) -> dict[tuple[int, ...], set[str]]:
+def uses_of(specs: Iterable[PoolSpec], options: SchedulerOptions) -> dict[DeviceGroup, set[str]]:
   """Every group of devices, in order, with what its pools need compiled.
 
   Kinds of step, and `gather` and `scatter` of pages for hand-offs, swaps and copies of prefixes.
   """
-  uses: dict[tuple[int, ...], set[str]] = {}
+  uses: dict[DeviceGroup, set[str]] = {}
   conductor = _conductor(options)
-  for spec in specs:
-    own = uses.setdefault(spec.devices, set())
+  for spec in _in_all_roles(specs, options):
+    own = uses.setdefault(spec.group, set())
     policy = POLICIES[policy_name(spec, options)]
     own |= {"prefill": {"prefill", "gather"}, "decode": {"decode", "scatter"}}.get(
       spec.role, {"prefill", "decode"}
@@ -139,6 +201,8 @@ def uses_of(
     if spec.role != "prefill" and policy.mixes:
       own |= {"prefill", "mixed"}
     copies_prefixes = conductor is not None and conductor.balancing_threshold is not None
-    if options.swap_tokens or (copies_prefixes and spec.role != "decode"):
+    if (
+      options.swap_tokens or options.needs_all_roles or (copies_prefixes and spec.role != "decode")
+    ):
       own |= {"gather", "scatter"}
-  return dict(sorted(uses.items()))
+  return dict(sorted(uses.items(), key=lambda use: (use[0].devices, use[0].pp)))

@@ -33,8 +33,10 @@ from pdjax.config import (
   PoolSpec,
   SchedulerOptions,
   check_attention,
+  check_platforms,
   num_devices_of,
   parse_pools,
+  parse_role_change,
 )
 from pdjax.core.clock import WallClock, to_ticks
 from pdjax.core.events import EventLog
@@ -43,8 +45,19 @@ from pdjax.core.names import pick
 from pdjax.core.plan import TokenLogprobs
 from pdjax.core.request import Request, SamplingParams
 from pdjax.core.sequence import Sequence
-from pdjax.deployment import largest_budgets, make_cluster, make_pages, uses_of
+from pdjax.deployment import (
+  check_split,
+  in_role,
+  largest_budgets,
+  layer_groups_of,
+  make_cluster,
+  make_pages,
+  planner_of,
+  uses_of,
+)
 from pdjax.metrics.latency import Phases, RequestRecord, phases, request_records
+from pdjax.scheduling.hand_off import HandOff
+from pdjax.scheduling.routing import check_roles
 from pdjax.serving.cluster import Cluster
 from pdjax.serving.executor import Nowhere
 from pdjax.serving.loop import GRACE_S, Inbox, Turn, serve
@@ -138,13 +151,14 @@ class LLM:
   that it can, and each of its pools splits the model over `tp` of them. `pools` says all of that
   itself, as in "2xprefill:tp2,1xdecode:tp4" (`pdjax.config.parse_pools`). A sequence has up to
   `max_len` tokens, prompt and output together: by default what the model was trained for, but at
-  most 1,024; `num_rows` of them run at once in each pool. `dtype` is float32 on CPU and bfloat16
-  elsewhere. `attention` is as in `pdjax.config.ExperimentConfig`. `seed` is where requests that are
-  sampled without a seed of their own get one from.
+  most 1,024; `num_rows` of them run at once in each pool. `dtype` is float32 where a CPU takes
+  part and bfloat16 elsewhere. `attention` is as in `pdjax.config.ExperimentConfig`. `seed` is where
+  requests that are sampled without a seed of their own get one from.
 
   `scheduler` is any of `pdjax.config.SchedulerOptions`: `token_budget`, `policy`, `prefix_cache`
   (of `layout="paged"`), `swap_tokens`, `router`, `steps_in_flight`, and others. Policies and
-  routers that plan by time learn how long steps take from the LLM's own.
+  routers that plan by time learn how long steps take from the LLM's own. `hand_off` says how KV
+  caches go from prefill to decode pools.
 
   All shapes are compiled here and not at the first request, so that the timings of every request
   are honest: this takes a minute for a model of 135 million parameters on two cores, and `progress`
@@ -172,8 +186,10 @@ class LLM:
     seed: int = 0,
     check_weights: bool = False,
     progress: bool | None = None,
+    hand_off: HandOff = HandOff(),
     **scheduler: Any,
   ):
+    self._hand_off = hand_off
     self._specs = _make_specs(strategy, tp, num_devices, pools)
     check_attention(attention)
     self._options = SchedulerOptions(**scheduler)
@@ -182,6 +198,7 @@ class LLM:
     path = resolve(str(model), show=show)
     checkpoint, self.tokenizer = open_model(path, check_weights=check_weights)
     self.config: ModelConfig = checkpoint.config
+    check_split(self._specs, self.config, hand_off.layer_groups)
     trained = self.config.max_len
     max_len = min(trained, DEFAULT_MAX_LEN) if max_len is None else max_len
     if max_len > trained:
@@ -190,20 +207,27 @@ class LLM:
       )
     cache = CacheConfig(layout=layout, num_rows=num_rows, page_size=page_size, max_len=max_len)
     self._pages = make_pages(cache, max_len)
-    self._make_cluster(lambda devices: Nowhere())  # or its ValueError
+    self._make_cluster(lambda group: Nowhere())  # or its ValueError
 
     from pdjax.engine.build import build_executors, default_buckets, warm_up
-    from pdjax.engine.mesh import ensure_devices, make_mesh
+    from pdjax.engine.mesh import find_devices, make_mesh
 
-    devices = ensure_devices(sum(map(len, uses)))
-    groups = [[devices[i] for i in group] for group in uses]
-    dtype = dtype or ("float32" if devices[0].platform == "cpu" else "bfloat16")
+    groups = find_devices(list(uses))
+    is_on_cpu = any(device.platform == "cpu" for group in groups for device in group)
+    dtype = dtype or ("float32" if is_on_cpu else "bfloat16")
     show(f"reading {path}")
-    loaded = checkpoint.load(dtype=dtype, target=make_mesh(groups[0]))
+    loaded = checkpoint.load(dtype=dtype, target=make_mesh(groups[0][: next(iter(uses)).tp]))
     whole, mixed = largest_budgets(self._specs, self._options, self._pages)
     buckets = default_buckets(self._pages, whole_budget=whole, chunk_budget=mixed)
     executors = build_executors(
-      loaded, self._pages, buckets, groups, layout=layout, attention=attention
+      loaded,
+      self._pages,
+      buckets,
+      groups,
+      layout=layout,
+      attention=attention,
+      stages=[group.pp for group in uses],
+      layer_groups=layer_groups_of(uses, hand_off),
     )
     for number, line in enumerate(warm_up(executors, list(uses.values())), 1):
       show(f"compiling, shape {number}: {line}")
@@ -278,6 +302,25 @@ class LLM:
     (output,) = self.generate([messages], params)
     return output
 
+  def change_role(self, pool: str, role: str) -> None:
+    """Gives a pool another role, in the run in progress as soon as it is drained, and after it.
+
+    Needs an LLM that was made with `changes_roles=True`.
+
+    Raises:
+      ValueError: pools that are not there, or could not serve a request to its end then.
+    """
+    if not self._options.needs_all_roles:
+      raise ValueError("pools were not made to change roles: make the LLM with changes_roles=True")
+    names = [spec.name for spec in self._specs]
+    if pool not in names:
+      raise ValueError(f"there is no pool {pool!r}, only {', '.join(names)}")
+    specs = [in_role(spec, role) if spec.name == pool else spec for spec in self._specs]
+    check_roles(spec.role for spec in specs)
+    self._specs = specs
+    if self._run is not None:
+      self._run.inbox.change_role(pool, role)
+
   def close(self) -> None:
     """Lets go of the weights and caches; streams that are open cannot go on."""
     if self._run is not None:
@@ -350,8 +393,10 @@ class LLM:
   def _cluster(self) -> Cluster:
     return self._make_cluster(self._executors.__getitem__, self._step_times.__getitem__)
 
-  def _make_cluster(self, *of_devices: Callable) -> Cluster:
-    return make_cluster(self._specs, self._options, lambda devices: self._pages, *of_devices)
+  def _make_cluster(self, *of_groups: Callable) -> Cluster:
+    return make_cluster(
+      self._specs, self._options, lambda group: self._pages, *of_groups, hand_off=self._hand_off
+    )
 
   def _begin(self) -> _Run:
     """The run in progress, or a new one on empty pools."""
@@ -360,7 +405,7 @@ class LLM:
     if self._run is None:
       for executor in self._executors.values():
         executor.reset()
-      self._run = _Run(self._cluster(), Stopper(self.tokenizer), self._options.steps_in_flight)
+      self._run = _Run(self._cluster(), Stopper(self.tokenizer), self._options)
       self.log = self._run.log
     return self._run
 
@@ -380,7 +425,7 @@ class _Clock(WallClock):
 class _Run:
   """One `serve` loop and the calls that share it, from the first until no request is left."""
 
-  def __init__(self, cluster: Cluster, stopper: Stopper, steps_in_flight: int):
+  def __init__(self, cluster: Cluster, stopper: Stopper, options: SchedulerOptions):
     self.cluster, self.inbox, self.clock = cluster, Inbox(is_open=True), _Clock()
     self.log, self.stopper = EventLog(), stopper
     self.num_requests = 0
@@ -393,8 +438,11 @@ class _Run:
       self.clock,
       self.log,
       finish_reason=stopper,
-      steps_in_flight=steps_in_flight,
+      steps_in_flight=options.steps_in_flight,
+      planner=planner_of(options),
     )
+    for pool, role, at_s in map(parse_role_change, options.role_changes):
+      self.inbox.change_role(pool, role, at_s)
 
   @property
   def is_busy(self) -> bool:
@@ -545,6 +593,7 @@ def _make_specs(
     if value is not None:
       raise ValueError(f"pools={pools!r} and {name}={value!r}: give one of them")
   specs = parse_pools(pools)
+  check_platforms(specs)
   if num_devices not in (None, num_devices_of(specs)):
     raise ValueError(
       f"pools={pools!r} have {num_devices_of(specs)} devices, but num_devices={num_devices}"

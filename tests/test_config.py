@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from pdjax.config import (
+  POOLS_FORM,
   STRATEGIES,
   CacheConfig,
   ExperimentConfig,
@@ -236,7 +237,7 @@ def test_an_assignment_that_makes_no_sense_says_why(assignment, message):
       "have 3 devices, which continuous, chunked, disaggregated cannot have too, in pools of tp=2",
     ),
     (ExperimentConfig, {"pools": "prefill,decode", "tp": 0}, "tp=0 must be at least 1"),
-    (ExperimentConfig, {"pools": "", "strategies": ()}, "write COUNTxROLE[:tpN][:POLICY]"),
+    (ExperimentConfig, {"pools": "", "strategies": ()}, f"write {POOLS_FORM}"),
   ],
 )
 def test_a_value_outside_its_range_is_refused_with_the_value(make, changes, message):
@@ -271,6 +272,29 @@ def test_pools_are_read_in_order_and_each_device_is_in_one_of_them():
   assert num_devices_of(specs) == 12
 
 
+def test_pools_have_stages_and_hardware_of_their_own():
+  specs = parse_pools("2xprefill:tp2:pp3@h100, decode@a100-80gb, mixed:pp2:orca:tp2")
+  assert [(s.name, s.devices, s.pp, s.hardware) for s in specs] == [
+    ("prefill0", (0, 1, 2, 3, 4, 5), 3, "h100"),
+    ("prefill1", (6, 7, 8, 9, 10, 11), 3, "h100"),
+    ("decode0", (12,), 1, "a100-80gb"),
+    ("mixed0", (13, 14, 15, 16), 2, None),
+  ]
+  assert num_devices_of(specs) == 17
+  for spec in specs:
+    group = spec.group
+    assert (group.devices, group.pp, group.hardware) == (spec.devices, spec.pp, spec.hardware)
+  assert specs[0].group.stages == ((0, 1), (2, 3), (4, 5))
+
+
+def test_prompts_are_cut_for_a_pipeline_unless_the_policy_is_named():
+  texts = ("prefill:pp2,decode:pp2", "prefill:pp2:prefill_only,decode", "prefill:tp2,decode")
+  policies = [parse_pools(text)[0].policy for text in texts]
+  assert policies == ["prefill_chunks", "prefill_only", "prefill_only"]
+  assert parse_pools(texts[0])[1].policy == "decode_only"
+  assert POLICIES["prefill_chunks"].chunks
+
+
 def test_pools_of_equal_size_are_those_of_disaggregation():
   for num_each, tp in ((1, 1), (2, 1), (3, 4)):
     text = f"{num_each}xprefill:tp{tp},{num_each}xdecode:tp{tp}"
@@ -285,10 +309,18 @@ def test_pools_of_equal_size_are_those_of_disaggregation():
     ("-1xprefill,1xdecode", "'-1xprefill' does not begin with a count and a role"),
     ("2x,1xdecode", "unknown role '2x'"),
     ("1xprefill,,1xdecode", "'' does not begin with a count and a role"),
-    ("0xprefill,1xdecode", "count and tp of '0xprefill' must be whole numbers of at least 1"),
-    ("prefill:tp0,decode", "count and tp of 'prefill:tp0' must be"),
-    ("prefill:tp,decode", "count and tp of 'prefill:tp' must be"),
-    ("prefill:tp1.5,decode", "count and tp of 'prefill:tp1.5' must be"),
+    ("0xprefill,1xdecode", "count, tp and pp of '0xprefill' must be whole numbers of at least 1"),
+    ("prefill:tp0,decode", "count, tp and pp of 'prefill:tp0' must be"),
+    ("prefill:tp,decode", "count, tp and pp of 'prefill:tp' must be"),
+    ("prefill:tp1.5,decode", "count, tp and pp of 'prefill:tp1.5' must be"),
+    ("prefill:pp0,decode", "count, tp and pp of 'prefill:pp0' must be"),
+    ("prefill:pp-2,decode", "count, tp and pp of 'prefill:pp-2' must be"),
+    ("prefill:pp2:tp2:pp4,decode", "'prefill:pp2:tp2:pp4' has two pp"),
+    ("prefill@a100:tp2,decode", "'a100:tp2' of 'prefill@a100:tp2' is no name of hardware, which"),
+    ("prefill@,decode", "'' of 'prefill@' is no name of hardware"),
+    ("prefill@a100@h100,decode", "'a100@h100' of 'prefill@a100@h100' is no name"),
+    ("@a100,decode", "'@a100' does not begin with a count and a role"),
+    ("mixed:prefill_chunks", "policy prefill_chunks does not do what a mixed pool has to do"),
     ("prefill:tp2:tp4,decode", "'prefill:tp2:tp4' has two tp"),
     ("mixed:orca:fcfs", "'mixed:orca:fcfs' has two policies"),
     ("mixed:sarathy", "unknown policy 'sarathy'; did you mean sarathi"),
@@ -304,7 +336,7 @@ def test_a_text_that_is_no_pools_says_what_is_wrong_and_shows_the_form(text, mes
   with pytest.raises(ValueError) as error:
     override(CONFIG, [f"pools={text}"])
   assert str(error.value).startswith(f"pools={text!r}: ") and message in str(error.value)
-  assert "write COUNTxROLE[:tpN][:POLICY],..., as in 2xprefill:tp2,1xdecode:tp4" in str(error.value)
+  assert str(error.value).endswith(f"; write {POOLS_FORM}")
   assert "\n" not in str(error.value)
 
 

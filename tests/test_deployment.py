@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from pdjax.config import STRATEGIES, CacheConfig, SchedulerOptions, parse_pools
+from pdjax.core.device_group import DeviceGroup
 from pdjax.deployment import (
   largest_budgets,
   limits,
@@ -23,8 +24,12 @@ pytestmark = pytest.mark.quick
 class Executor:
   vocab_size = page_shape = None
 
-  def __init__(self, devices):
-    self.devices = devices
+  def __init__(self, group):
+    self.group = group
+
+
+def alone(*devices):
+  return DeviceGroup(devices=devices)
 
 
 @pytest.mark.parametrize("layout", ["slots", "paged"])
@@ -51,8 +56,8 @@ def test_every_pool_runs_on_its_own_devices(strategy, tp):
   specs = STRATEGIES[strategy](4, tp)
   pages = make_pages(CacheConfig(num_rows=4), 64)
   cluster = make_cluster(specs, SchedulerOptions(token_budget=8), lambda _: pages, Executor)
-  assert [(p.name, p.role, p.executor.devices) for p in cluster.pools] == [
-    (s.name, s.role, s.devices) for s in specs
+  assert [(p.name, p.role, p.executor.group) for p in cluster.pools] == [
+    (s.name, s.role, s.group) for s in specs
   ]
   for pool, spec in zip(cluster.pools, specs, strict=True):
     config = pool.scheduler.config
@@ -68,12 +73,12 @@ def test_pools_of_any_shape_have_the_memory_and_the_limits_of_their_own():
   specs = parse_pools("1xprefill:tp2,2xdecode:tp4,mixed:orca")
   cache = CacheConfig(layout="paged", num_rows=4)
 
-  def pages(devices):
-    return make_pages(cache, 64, num_pages=100 * len(devices))
+  def pages(group):
+    return make_pages(cache, 64, num_pages=100 * len(group.devices))
 
   cluster = make_cluster(specs, SchedulerOptions(token_budget=8), pages, Executor)
   found = {
-    pool.name: (pool.executor.devices, pool.scheduler.pages.config.num_pages)
+    pool.name: (pool.executor.group.devices, pool.scheduler.pages.config.num_pages)
     for pool in cluster.pools
   }
   assert found == {
@@ -86,10 +91,10 @@ def test_pools_of_any_shape_have_the_memory_and_the_limits_of_their_own():
   assert [pool.name for pool in cluster.decode] == ["decode0", "decode1"]
   steps = {"prefill", "decode", "mixed"}
   assert list(uses_of(specs, SchedulerOptions()).items()) == [
-    ((0, 1), {"prefill", "gather"}),
-    ((2, 3, 4, 5), {"decode", "scatter"}),
-    ((6, 7, 8, 9), {"decode", "scatter"}),
-    ((10,), steps),
+    (alone(0, 1), {"prefill", "gather"}),
+    (alone(2, 3, 4, 5), {"decode", "scatter"}),
+    (alone(6, 7, 8, 9), {"decode", "scatter"}),
+    (alone(10), steps),
   ]
 
 
@@ -98,12 +103,21 @@ def test_groups_of_other_sizes_on_the_same_devices_compile_what_they_use_themsel
   specs = [*STRATEGIES["chunked"](4), *parse_pools("1xprefill:tp2,2xdecode")]
   steps = {"prefill", "decode", "mixed"}
   assert uses_of(specs, SchedulerOptions()) == {
-    (0,): steps,
-    (0, 1): {"prefill", "gather"},
-    (1,): steps,
-    (2,): steps | {"scatter"},
-    (3,): steps | {"scatter"},
+    alone(0): steps,
+    alone(0, 1): {"prefill", "gather"},
+    alone(1): steps,
+    alone(2): steps | {"scatter"},
+    alone(3): steps | {"scatter"},
   }
+
+
+def test_what_is_compiled_is_of_all_that_makes_a_group():
+  """Not of its devices alone: the same in stages, or by another name, is another group."""
+  specs = parse_pools("prefill:tp2:pp2,decode")
+  specs += parse_pools("prefill:tp4,decode") + parse_pools("prefill:tp4@cpu,decode")
+  uses = uses_of(specs, SchedulerOptions())
+  assert list(uses) == [*dict.fromkeys([specs[2].group, specs[4].group, specs[0].group]), alone(4)]
+  assert {group.devices for group in uses} == {(0, 1, 2, 3), (4,)}
 
 
 def test_pools_that_cannot_serve_together_are_refused():
@@ -114,7 +128,10 @@ def test_pools_that_cannot_serve_together_are_refused():
   sizes = {(0,): CacheConfig(num_rows=4), (1,): CacheConfig(num_rows=4, page_size=32)}
   with pytest.raises(ValueError, match="page_size is 16 in mixed0, 32 in mixed1"):
     make_cluster(
-      parse_pools("2xmixed"), SchedulerOptions(), lambda d: make_pages(sizes[d], 64), Executor
+      parse_pools("2xmixed"),
+      SchedulerOptions(),
+      lambda g: make_pages(sizes[g.devices], 64),
+      Executor,
     )
 
 
@@ -153,7 +170,7 @@ def test_every_pool_has_the_step_time_of_its_own_devices():
     SchedulerOptions(),
     lambda _: pages,
     Executor,
-    lambda devices: lambda counts: (devices, counts),
+    lambda group: lambda counts: (group.devices, counts),
   )
   assert [pool.scheduler.predict_step_s(7) for pool in cluster.pools] == [((0, 1), 7), ((2, 3), 7)]
   cluster = make_cluster(specs, SchedulerOptions(), lambda _: pages, Executor)
@@ -212,7 +229,7 @@ def test_a_group_of_devices_compiles_what_the_pools_of_all_strategies_use():
   assert uses("disaggregated") == [{"prefill", "gather"}, {"decode", "scatter"}]
   specs = [spec for name in ("chunked", "disaggregated") for spec in STRATEGIES[name](4, 2)]
   all_uses = uses_of(specs, SchedulerOptions())
-  assert all_uses == {(0, 1): steps | {"gather"}, (2, 3): steps | {"scatter"}}
+  assert all_uses == {alone(0, 1): steps | {"gather"}, alone(2, 3): steps | {"scatter"}}
 
 
 def test_a_decode_pool_takes_prompts_only_from_a_router_that_sends_it_some():

@@ -12,11 +12,12 @@ from pdjax.core import checksum
 from pdjax.core.clock import VirtualClock, to_ticks
 from pdjax.core.events import EventLog
 from pdjax.core.request import Request, SamplingParams
+from pdjax.scheduling.hand_off import HandOff
 from pdjax.scheduling.pages import PageConfig
 from pdjax.scheduling.policies import POLICIES, make_policy
 from pdjax.scheduling.routing import least_loaded
 from pdjax.scheduling.scheduler import Scheduler, SchedulerConfig
-from pdjax.serving.cluster import Cluster, HandOff, Pool
+from pdjax.serving.cluster import Cluster, Pool
 from pdjax.serving.loop import Inbox, serve
 from pdjax.sim.checksum_executor import ChecksumExecutor
 from pdjax.sim.hardware import Link
@@ -105,7 +106,7 @@ def make_cluster(
   *,
   budget: int = 16,
   router=least_loaded,
-  hand_off: HandOff = HandOff(),  # noqa: B008 (frozen)
+  hand_off: HandOff = HandOff(),
   **options,
 ) -> Cluster:
   """The pools of a strategy on two devices, or of a text as `parse_pools` takes it.

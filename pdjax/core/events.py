@@ -73,6 +73,11 @@ class Copied:
   first_start_s: float | None = None
   num_bytes_ahead: int = 0
 
+  @property
+  def begin_s(self) -> float:
+    """When its first part began."""
+    return self.start_s if self.first_start_s is None else self.first_start_s
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:

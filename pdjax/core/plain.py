@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from typing import Any
+
+_SCALARS = {int, float, str, bool}  # of long columns, that are as plain as can be
 
 
 def to_plain(value: Any) -> Any:
@@ -15,8 +18,11 @@ def to_plain(value: Any) -> Any:
   if isinstance(value, dict):
     return {str(k): to_plain(v) for k, v in value.items()}
   if isinstance(value, list | tuple):
-    return [to_plain(v) for v in value]
+    return list(value) if _SCALARS.issuperset(map(type, value)) else [to_plain(v) for v in value]
   return value
+
+
+_hints = functools.cache(typing.get_type_hints)  # 0.1 ms a class, and plans have many
 
 
 def from_plain(hint: Any, data: Any) -> Any:
@@ -25,8 +31,10 @@ def from_plain(hint: Any, data: Any) -> Any:
   Raises:
     TypeError: `data` does not fit `hint`.
   """
+  if hint is Any:
+    return data
   if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-    hints = typing.get_type_hints(hint)
+    hints = _hints(hint)
     if not isinstance(data, dict) or not hints.keys() >= data.keys():
       raise TypeError(f"{data!r} is not {hint.__name__}({', '.join(hints)})")
     return hint(**{name: from_plain(hints[name], item) for name, item in data.items()})
@@ -47,6 +55,8 @@ def from_plain(hint: Any, data: Any) -> Any:
     if not isinstance(data, list | tuple):
       raise TypeError(f"{data!r} is not a list")
     if len(args) == 2 and args[1] is Ellipsis:
+      if args[0] in _SCALARS and all(type(item) is args[0] for item in data):
+        return tuple(data)
       return tuple(from_plain(args[0], item) for item in data)
     if len(data) != len(args):
       raise TypeError(f"{data!r} does not have {len(args)} items")

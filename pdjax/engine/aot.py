@@ -178,7 +178,8 @@ class Deployment:
     return make_attention(self._model(), pages, self.mesh, self.layout, self.attention)
 
   def _state(self, pages: PageConfig):
-    return state_shapes(self._model(), self.attention_of(pages).layout, self.mesh)
+    stages = (((0, self.config.num_layers), self.mesh),)
+    return state_shapes(self._model(), self.attention_of(pages).layout, stages)
 
   def _compile(self, steps: Steps, arguments, kind: str, pages: PageConfig) -> StepNeeds:
     buckets = default_buckets(pages, whole_budget=self.token_budget, chunk_budget=self.token_budget)
@@ -195,7 +196,8 @@ class Deployment:
     (num_tokens,) = inputs.batch.tokens.shape
     step = getattr(steps, f"{plan.kind}_step")
     with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):  # kernels ask it for the chip
-      lowered = step.trace(*arguments, inputs).lower(lowering_platforms=(self.platform,))
+      whole = (None, (0, self.config.num_layers))
+      lowered = step.trace(*arguments, inputs, *whole).lower(lowering_platforms=(self.platform,))
     try:
       compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:

@@ -45,22 +45,32 @@ def build_executors(
   *,
   layout: str,
   attention: str = "auto",
+  stages: Sequence[int] = (),
+  layer_groups: Sequence[int] = (),
 ) -> list[JaxExecutor]:
   """One executor for each group of devices, over which the model is split.
 
-  Groups of one size share their steps: traced once, compiled once for each group. `attention` is
-  one of `kernels.choice.ATTENTION`.
+  Of each group, `stages` has the number of pipeline stages, whose devices are listed stage by
+  stage, and `layer_groups` into how many groups the layers of a stage are cut, so that they can be
+  handed over one by one; not given, 1. Groups of one kind of device whose stages have one size
+  share their steps: traced once, compiled once for each stage. `attention` is one of
+  `kernels.choice.ATTENTION`.
 
   Raises:
-    ValueError: the model cannot be split over a group.
+    ValueError: the model cannot be split over a group, or has too few layers.
   """
-  steps: dict[int, Steps] = {}
+  steps: dict[tuple[int, str], Steps] = {}
   executors = []
-  for group in groups:
-    tp, mesh = len(group), make_mesh(group)
-    if tp not in steps:
-      steps[tp] = Steps(model, make_attention(model, pages, mesh, layout, attention))
-    executors.append(JaxExecutor(model, steps[tp], pages, buckets, mesh))
+  ones = (1,) * len(groups)
+  for group, pp, cuts in zip(groups, stages or ones, layer_groups or ones, strict=True):
+    if pp < 1 or len(group) % pp:
+      raise ValueError(f"{len(group)} devices do not make {pp} stages of equal size")
+    tp = len(group) // pp
+    meshes = [make_mesh(group[i : i + tp]) for i in range(0, len(group), tp)]
+    key = tp, group[0].device_kind  # which kernels are best on
+    if key not in steps:
+      steps[key] = Steps(model, make_attention(model, pages, meshes[0], layout, attention))
+    executors.append(JaxExecutor(model, steps[key], pages, buckets, meshes, groups_per_stage=cuts))
   return executors
 
 

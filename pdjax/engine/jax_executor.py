@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from pdjax.core.device_group import split_layers
 from pdjax.core.plan import PageUpdates, StepPlan, StepResult, TokenLogprobs
 from pdjax.core.request import SamplingParams
-from pdjax.engine.batch import RowState, step_inputs
+from pdjax.engine.batch import RowState, StepInputs, step_inputs
 from pdjax.engine.buckets import Buckets, pick_bucket
 from pdjax.engine.steps import Steps, state_shapes
-from pdjax.engine.transfer import Reshard, TransferTicket, host_sharding
-from pdjax.models.model import Model, axes_sharding
+from pdjax.engine.transfer import Payload, Reshard, TransferTicket, host_sharding
+from pdjax.models.kv_cache import Cache, KVLayout
+from pdjax.models.model import LayerRange, Model, Params, axes_sharding
 from pdjax.models.sampling import Sampled
 from pdjax.scheduling.pages import PageConfig
 from pdjax.scheduling.probe import probe_plan
@@ -73,8 +78,48 @@ class StepTicket:
     )
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+  """Devices of a pool that have these layers, and their pages. A plain pool is one stage."""
+
+  layers: LayerRange
+  mesh: jax.sharding.Mesh
+  params: Params
+  pieces_sharding: Sharding
+  reshard: Reshard  # to it
+
+  @property
+  def whole(self) -> Sharding:
+    """All of an array on each device."""
+    return NamedSharding(self.mesh, PartitionSpec())
+
+  def overlap(self, layers: LayerRange) -> LayerRange | None:
+    """Those of `layers` that it has."""
+    both = max(self.layers[0], layers[0]), min(self.layers[1], layers[1])
+    return both if both[0] < both[1] else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGroup:
+  """Layers of a stage that are computed by one call."""
+
+  stage: Stage
+  layers: LayerRange
+  params: Params
+
+
 class JaxExecutor:
-  """Runs the plans of one pool on `mesh`. Not thread-safe: one loop owns it."""
+  """Runs the plans of one pool, whose layers lie one after another on `meshes`, its stages.
+
+  Each stage goes through its layers in `groups_per_stage` calls; decodes, in one. All calls of a
+  step are made at once, so steps that are submitted one after another follow each other through
+  the stages. Not thread-safe: one loop owns it.
+
+  Raises:
+    ValueError: fewer layers than stages or groups.
+  """
+
+  is_up = True  # its devices are those of this process
 
   def __init__(
     self,
@@ -82,19 +127,29 @@ class JaxExecutor:
     steps: Steps,
     pages: PageConfig,
     buckets: Buckets,
-    mesh: jax.sharding.Mesh,
+    meshes: Sequence[jax.sharding.Mesh],
+    *,
+    groups_per_stage: int = 1,
   ):
     self.steps = steps
-    self._params = model.to(mesh).params
     layout = steps.attention.layout
     self._pages, self._layout, self._buckets = pages, layout, buckets
-    self._pieces_sharding = axes_sharding("2 L K P h", layout.pieces_shape(1), mesh)
-    self._host_sharding = host_sharding(self._pieces_sharding)
-    self.reshard = Reshard(self._pieces_sharding)
-    self._swapped: dict[int, jax.Array] = {}  # request id -> its pieces, in the host's memory
-    self._state_shapes = state_shapes(model, layout, mesh)
+    self._all_layers = (0, layout.num_layers)
+    self._stages = tuple(
+      _make_stage(model, layout, layers, mesh)
+      for layers, mesh in zip(split_layers(layout.num_layers, len(meshes)), meshes, strict=True)
+    )
+    groups = _cut(model, self._stages, groups_per_stage)
+    self._groups = {"prefill": groups, "mixed": groups, "decode": _cut(model, self._stages, 1)}
+    self.layer_groups = tuple(group.layers for group in groups)
+    self.num_stages = len(self._stages)
+    self._swapped: dict[int, Payload] = {}  # request id -> its pieces, in the host's memory
+    self._gathered: dict[tuple, Payload] = {}  # what `submit` was told to gather, until `export`
+    stages = [(stage.layers, stage.mesh) for stage in self._stages]
+    self._state_shapes = state_shapes(model, layout, stages)
     self._cache, self._last_token, self._seen = self._new_state()
     self.vocab_size: int = model.config.vocab_size
+    self.bytes_per_token = layout.bytes_per_token
     self.page_shape = PageShape(
       page_size=layout.page_size,
       num_layers=layout.num_layers,
@@ -104,6 +159,12 @@ class JaxExecutor:
     )
     self._rows = self._new_rows()
 
+  @property
+  def num_traces(self) -> collections.Counter[str]:
+    """How often each compiled function was traced, for whichever pool; after warm-up constant."""
+    cuts_and_joins = (stage.reshard.num_traces for stage in self._stages)
+    return sum(cuts_and_joins, collections.Counter(self.steps.num_traces))
+
   def _new_state(self):
     return jax.tree.map(
       lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), self._state_shapes
@@ -112,53 +173,104 @@ class JaxExecutor:
   def _new_rows(self) -> RowState:
     return RowState(self._pages, self.vocab_size)
 
-  def submit(self, plan: StepPlan, now_s: float) -> StepTicket:
+  def submit(
+    self,
+    plan: StepPlan,
+    now_s: float,
+    exports: Sequence[tuple[Handle, tuple[int, ...]]] = (),
+  ) -> StepTicket:
+    self._gathered.clear()  # what was not asked for since the last step
     self._swap(plan)
     for s in plan.prefills:
       if s.sampling.repetition_penalty != 1:
         cached_ids = s.cached_ids or ()
         self._add_seen(s.row, cached_ids + s.token_ids, anew=s.start == len(cached_ids))
-    step, arguments = self._call(plan)
-    self._cache, self._last_token, self._seen, sampled = step(*arguments)
-    sample_rows = arguments[-1].sample_rows
-    is_used = sample_rows < self._pages.num_rows
-    num_logprobs = [self._rows.logprobs[row] for row in sample_rows[is_used]]
+    inputs = self._inputs(plan)
+    hidden, group = self._run_up_to_last(plan.kind, inputs, exports)
+    step = getattr(self.steps, f"{plan.kind}_step")
+    cache, self._last_token, self._seen, sampled = step(
+      *self._state(group), inputs, hidden, group.layers
+    )
+    self._replace(group.layers, cache)
+    self._gather_early(exports, group)
+    is_used = inputs.sample_rows < self._pages.num_rows
+    num_logprobs = [self._rows.logprobs[row] for row in inputs.sample_rows[is_used]]
     return StepTicket(sampled, plan, is_used, num_logprobs)
+
+  def _run_up_to_last(
+    self,
+    kind: str,
+    inputs: StepInputs,
+    exports: Sequence[tuple[Handle, tuple[int, ...]]] = (),
+  ) -> tuple[jax.Array | None, LayerGroup]:
+    """Starts all groups of layers of a step but the last; gives that and what it goes on from."""
+    *others, last = self._groups[kind]
+    hidden, stage, last_token = None, last.stage, None
+    if others and inputs.batch.decode is not None:  # only then: chunks need not wait for it
+      last_token = _move(self._last_token, last.stage, others[0].stage)
+    for group in others:
+      run, cache = getattr(self.steps, f"{kind}_layers"), self._cache_of(group.layers)
+      hidden = _move(hidden, stage, group.stage)
+      cache, hidden = run(group.params, cache, last_token, inputs, hidden, group.layers)
+      stage, last_token = group.stage, None
+      self._replace(group.layers, cache)
+      self._gather_early(exports, group)
+    return _move(hidden, stage, last.stage), last
+
+  def _state(self, group: LayerGroup):
+    """What a step begins with where `group` is its last."""
+    return group.params, self._cache_of(group.layers), self._last_token, self._seen
+
+  def _cache_of(self, layers: LayerRange) -> Cache:
+    return self._cache[slice(*layers)]
+
+  def _replace(self, layers: LayerRange, cache: Cache) -> None:
+    first, last = layers
+    self._cache = (*self._cache[:first], *cache, *self._cache[last:])
+
+  def _gather_early(
+    self, exports: Sequence[tuple[Handle, tuple[int, ...]]], group: LayerGroup
+  ) -> None:
+    """Gathers what `group` has completed, before the devices are given anything else to do."""
+    for handle, page_ids in exports:
+      _, last = handle.layers or self._all_layers
+      if group.layers[0] < last <= group.layers[1]:
+        self._gathered[_key(handle)] = self._gather_positions(handle, page_ids)
 
   def _swap(self, plan: StepPlan) -> None:
     """Copies pages to the host and back, in the order of the device's work. Waits for nothing."""
     for request_id in plan.swap_drops:
       self._swapped.pop(request_id, None)  # of a plan that failed there may be none
     for swap in plan.swap_outs:
-      pieces = self.steps.gather_pages(self._cache, self._pad(swap.page_ids))
-      self._swapped[swap.request_id] = jax.device_put(pieces, self._host_sharding)
+      pieces = self._gather(self._all_layers, swap.page_ids)
+      to = {stage.layers: host_sharding(stage.pieces_sharding) for stage in self._stages}
+      self._swapped[swap.request_id] = jax.device_put(pieces, to)
     for swap in plan.swap_ins:
-      pieces = jax.device_put(self._swapped.pop(swap.request_id), self._pieces_sharding)
-      self._cache, self._last_token = self.steps.scatter_pages(
-        self._cache,
-        self._last_token,
-        self._pad(swap.page_ids),
-        pieces,
-        np.int32(self._pages.num_rows),  # no row: the next token is known to the host
-        np.int32(0),
-      )
+      to = {stage.layers: stage.pieces_sharding for stage in self._stages}
+      pieces = jax.device_put(self._swapped.pop(swap.request_id), to)
+      for layers, piece in pieces.items():
+        self._scatter(layers, swap.page_ids, piece)
+
+  def _gather(self, layers: LayerRange, page_ids: tuple[int, ...]) -> Payload:
+    """Starts to read pages of `layers`, those of each stage on its devices."""
+    found = filter(None, (stage.overlap(layers) for stage in self._stages))
+    padded = self._pad(page_ids)
+    return {own: self.steps.gather_pages(self._cache_of(own), padded) for own in found}
+
+  def _scatter(self, layers: LayerRange, page_ids: tuple[int, ...], pieces: jax.Array) -> None:
+    cache = self.steps.scatter_pages(self._cache_of(layers), self._pad(page_ids), pieces)
+    self._replace(layers, cache)
 
   def lower(self, plan: StepPlan) -> jax.stages.Lowered:
-    """The step of a plan, to be compiled and looked at. Runs nothing, but seats its rows."""
-    step, arguments = self._call(plan)
-    return step.lower(*arguments)
+    """The step of a plan, to be compiled and looked at. Runs nothing, but seats its rows.
 
-  def _call(self, plan: StepPlan):
-    """The step of a plan and its arguments, the last of which are its `StepInputs`."""
-    step = {
-      "prefill": self.steps.prefill_step,
-      "decode": self.steps.decode_step,
-      "mixed": self.steps.mixed_step,
-    }[plan.kind]
-    inputs = self._inputs(plan)
-    return step, (self._params, self._cache, self._last_token, self._seen, inputs)
+    For pools that compute it by one call.
+    """
+    (group,) = self._groups[plan.kind]
+    step = getattr(self.steps, f"{plan.kind}_step")
+    return step.lower(*self._state(group), self._inputs(plan), None, group.layers)
 
-  def _inputs(self, plan: StepPlan):
+  def _inputs(self, plan: StepPlan) -> StepInputs:
     serves_fresh = self.steps.attention.tuning.fresh is not None
     return step_inputs(plan, self._buckets, self._rows, serves_fresh=serves_fresh)
 
@@ -168,13 +280,19 @@ class JaxExecutor:
     self._seen = self.steps.add_seen(self._seen, np.int32(row), ids, np.bool_(anew))
 
   def export(self, handle: Handle, *, page_ids: tuple[int, ...], now_s: float) -> Handle:
-    num_tokens = handle.num_tokens - handle.start
-    used = page_ids[: -(-num_tokens // self._layout.page_size)]
-    return dataclasses.replace(
-      handle,
-      num_bytes=num_tokens * self._layout.bytes_per_token,
-      payload=self.steps.gather_pages(self._cache, self._pad(used)),
-    )
+    payload = self._gathered.pop(_key(handle), None)
+    if payload is None:
+      payload = self._gather_positions(handle, page_ids)
+    first, last = handle.layers or self._all_layers
+    layout = self._layout.of_layers(last - first)
+    num_bytes = (handle.num_tokens - handle.start) * layout.bytes_per_token
+    return dataclasses.replace(handle, num_bytes=num_bytes, payload=payload)
+
+  def _gather_positions(self, handle: Handle, page_ids: tuple[int, ...]) -> Payload:
+    num_pages = -(-(handle.num_tokens - handle.start) // self._layout.page_size)
+    if not num_pages:
+      return {}
+    return self._gather(handle.layers or self._all_layers, page_ids[:num_pages])
 
   def import_(
     self, handle: Handle, *, row: int, page_ids: tuple[int, ...], now_s: float
@@ -185,22 +303,43 @@ class JaxExecutor:
       PageUpdates(rows=(row,) * len(page_ids), indices=tuple(range(len(page_ids))),
                   page_ids=page_ids)
     )  # fmt: skip
-    self._rows.seat(row, handle.request_id, handle.num_prompt_tokens, handle.sampling)
+    is_last = handle.first_token_id is not None
+    if is_last:
+      self._rows.seat(row, handle.request_id, handle.num_prompt_tokens, handle.sampling)
+    copies = [
+      (stage, own, stage.reshard.take_layers(pieces, layers, own))
+      for layers, pieces in handle.payload.items()
+      for stage in self._stages
+      if (own := stage.overlap(layers)) is not None
+    ]
 
     def insert(parts: Sequence[jax.Array]) -> None:
-      pieces = self.reshard.join(parts, handle.payload)
-      self._cache, self._last_token = self.steps.scatter_pages(
-        self._cache,
-        self._last_token,
-        self._pad(moved),
-        pieces,
-        np.int32(row),
-        np.int32(handle.first_token_id),
-      )
+      left = iter(parts)
+      for stage, layers, pieces in copies:
+        self._scatter(layers, moved, stage.reshard.join(left, pieces))
+      if is_last:
+        self._last_token = self.steps.set_last_token(
+          self._last_token, np.int32(row), np.int32(handle.first_token_id)
+        )
       if handle.token_ids is not None:
         self._add_seen(row, handle.token_ids, anew=True)
 
-    return TransferTicket(self.reshard.send(handle.payload), insert)
+    sent = [stage.reshard.send(pieces) for stage, _, pieces in copies]
+    return TransferTicket(list(itertools.chain(*sent)), insert)
+
+  def pieces_like(self, handle: Handle) -> dict[LayerRange, jax.ShapeDtypeStruct]:
+    """What an export by such a handle is made of here, which an import takes as it is."""
+    num_pages = -(-(handle.num_tokens - handle.start) // self._layout.page_size)
+    if not num_pages:
+      return {}
+    padded, pieces = pick_bucket(self._buckets.pages, num_pages), {}
+    for stage in self._stages:
+      if (own := stage.overlap(handle.layers or self._all_layers)) is not None:
+        shape = self._layout.of_layers(own[1] - own[0]).pieces_shape(padded)
+        pieces[own] = jax.ShapeDtypeStruct(
+          shape, self._layout.dtype, sharding=stage.pieces_sharding
+        )
+    return pieces
 
   def drop(self, handle: Handle) -> None:
     """The payload goes with the last reference to the handle."""
@@ -215,6 +354,7 @@ class JaxExecutor:
 
     Waits for what was submitted: a step that consumed the cache of a failed one fails after it.
     """
+    self._gathered.clear()
     state = jax.tree.leaves((self._cache, self._last_token, self._seen))
     if not any(x.is_deleted() for x in state):
       try:
@@ -244,7 +384,9 @@ class JaxExecutor:
       plan = dataclasses.replace(plan, prefills=(part,))
       if start + largest >= len(token_ids):
         inputs = self._inputs(plan)
-        logits = self.steps.last_logits(self._params, self._cache, inputs)[0]
+        hidden, group = self._run_up_to_last("prefill", inputs)
+        cache = self._cache_of(group.layers)
+        logits = self.steps.last_logits(group.params, cache, inputs, hidden, group.layers)[0]
       else:
         self.submit(plan, 0.0).result()
     self.reset()
@@ -279,10 +421,16 @@ class JaxExecutor:
     What is compiled then depends on how both pools are split. Overwrites the cache.
     """
     for num_pages in self._buckets.pages:
-      self._import_pages(num_pages, source._export_pages(num_pages))
+      for layers in source._ranges:
+        self._import_pages(num_pages, source._export_pages(num_pages, layers))
       jax.block_until_ready((self._cache, self._last_token))
       yield f"copy {num_pages} pages"
     self.reset()
+
+  @property
+  def _ranges(self) -> tuple[LayerRange | None, ...]:
+    """What a handle of its own may hand over: all layers, or a group of them."""
+    return (None, *(self.layer_groups if len(self.layer_groups) > 1 else ()))
 
   def _warm_up_calls(self, uses: Collection[str]) -> Iterator[tuple[str, Callable[[], object]]]:
     buckets, num_rows = self._buckets, self._pages.num_rows
@@ -305,7 +453,7 @@ class JaxExecutor:
     yield "seen ids", lambda: self._add_seen(0, (), anew=True)
     for num_pages in buckets.pages:
       if "gather" in uses:
-        yield f"gather {num_pages} pages", lambda n=num_pages: self._export_pages(n)
+        yield f"gather {num_pages} pages", lambda n=num_pages: self._export_each(n)
       if "scatter" in uses:
         yield (
           f"scatter {num_pages} pages",
@@ -328,7 +476,7 @@ class JaxExecutor:
     last = dataclasses.replace(last, start=1, num_prompt_tokens=1 + last.num_tokens)
     return dataclasses.replace(plan, prefills=(*others, last))
 
-  def _hand_over(self, num_pages: int) -> Handle:
+  def _hand_over(self, num_pages: int, layers: LayerRange | None = None) -> Handle:
     """A handle of so many whole pages."""
     return Handle(
       request_id=0,
@@ -336,17 +484,62 @@ class JaxExecutor:
       num_prompt_tokens=num_pages * self._layout.page_size,
       first_token_id=0,
       sampling=SamplingParams(max_tokens=1),
+      layers=layers,
     )
 
-  def _export_pages(self, num_pages: int) -> Handle:
+  def _export_pages(self, num_pages: int, layers: LayerRange | None) -> Handle:
     pages = tuple(range(num_pages))
-    return self.export(self._hand_over(num_pages), page_ids=pages, now_s=0.0)
+    return self.export(self._hand_over(num_pages, layers), page_ids=pages, now_s=0.0)
+
+  def _export_each(self, num_pages: int) -> None:
+    for layers in self._ranges:
+      jax.block_until_ready(self._export_pages(num_pages, layers).payload)
 
   def _import_pages(self, num_pages: int, handle: Handle) -> None:
     self.import_(handle, row=0, page_ids=tuple(range(num_pages)), now_s=0.0).result()
 
   def _own_pages(self, num_pages: int) -> Handle:
     """What another executor like this one would export."""
-    shape = jax.eval_shape(self.steps.gather_pages, self._cache, self._pad(tuple(range(num_pages))))
-    payload = jnp.zeros(shape.shape, shape.dtype, device=self._pieces_sharding)
-    return dataclasses.replace(self._hand_over(num_pages), payload=payload)
+    handle = self._hand_over(num_pages)
+    payload = {
+      layers: jnp.zeros(pieces.shape, pieces.dtype, device=pieces.sharding)
+      for layers, pieces in self.pieces_like(handle).items()
+    }
+    return dataclasses.replace(handle, payload=payload)
+
+
+def _make_stage(
+  model: Model, layout: KVLayout, layers: LayerRange, mesh: jax.sharding.Mesh
+) -> Stage:
+  first, last = layers
+  shape = layout.of_layers(last - first).pieces_shape(1)
+  pieces_sharding = axes_sharding("2 L K P h", shape, mesh)
+  part = dataclasses.replace(model, params=model.params_of(layers))
+  return Stage(
+    layers=layers,
+    mesh=mesh,
+    params=part.to(mesh).params,
+    pieces_sharding=pieces_sharding,
+    reshard=Reshard(pieces_sharding),
+  )
+
+
+def _cut(model: Model, stages: Sequence[Stage], num_groups: int) -> tuple[LayerGroup, ...]:
+  """The layers of each stage in so many groups."""
+  groups = []
+  for stage in stages:
+    start, end = stage.layers
+    part = dataclasses.replace(model, params=stage.params)
+    for first, last in split_layers(end - start, num_groups):
+      layers = (start + first, start + last)
+      groups.append(LayerGroup(stage=stage, layers=layers, params=part.params_of(layers)))
+  return tuple(groups)
+
+
+def _move(x: jax.Array | None, source: Stage, target: Stage) -> jax.Array | None:
+  """Starts a copy to another stage; returns at once, also where `x` is being computed yet."""
+  return x if source is target or x is None else jax.device_put(x, target.whole)
+
+
+def _key(handle: Handle) -> tuple:
+  return handle.request_id, handle.start, handle.num_tokens, handle.layers

@@ -1,24 +1,31 @@
 """Every compiled function of the engine, in one place, but for the cuts and joins of transfer.py.
 
-  function       donates                  static shapes                compiled once per
-  prefill_step   cache, last_token, seen  T                            bucket and mesh
-  decode_step    cache, last_token, seen  T = decode rows              bucket and mesh
-  mixed_step     cache, last_token, seen  T; decode rows are all rows  bucket and mesh
-  add_seen       seen                                                  mesh
-  gather_pages   nothing                  number of pages              bucket and mesh
-  scatter_pages  cache, last_token        number of pages              bucket and mesh
-  last_logits    nothing                  T                            when tokens are explained
+  function         donates                  static shapes                compiled once per
+  prefill_step     cache, last_token, seen  T                            bucket, layers and mesh
+  decode_step      cache, last_token, seen  T = decode rows              bucket, layers and mesh
+  mixed_step       cache, last_token, seen  T; decode rows are all rows  bucket, layers and mesh
+  prefill_layers   cache                    as its step                  bucket, layers and mesh
+  decode_layers    cache                    as its step                  bucket, layers and mesh
+  mixed_layers     cache                    as its step                  bucket, layers and mesh
+  add_seen         seen                                                  mesh
+  set_last_token   last_token                                            mesh
+  gather_pages     nothing                  number of pages, of layers   bucket and mesh
+  scatter_pages    cache                    number of pages, of layers   bucket and mesh
+  last_logits      nothing                  T                            when tokens are explained
 
 The three steps are one forward through the weights; they differ in `attend` alone. `mixed_step`
 reads the weights once for chunks and decodes together, which is the whole point of Sarathi-Serve:
-two calls would read them twice. `num_traces` counts tracings, which all meshes share; after warm-up
-it must not move.
+two calls would read them twice. A step may be cut into groups of layers: all but the last are
+`..._layers`, the last is the step, which also unembeds and samples. Each is given its part of the
+cache. `num_traces` counts tracings, which all meshes share; after warm-up it must not move.
 """
 
 from __future__ import annotations
 
 import collections
 import functools
+import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,23 +33,30 @@ import jax.numpy as jnp
 
 from pdjax.engine.batch import StepInputs
 from pdjax.models import kv_cache
-from pdjax.models.attention import Attention, StepBatch
+from pdjax.models.attention import Attention
 from pdjax.models.kv_cache import KVLayout
-from pdjax.models.model import Model, axes_sharding
+from pdjax.models.model import LayerRange, Model, axes_sharding
 from pdjax.models.sampling import sample
 
 
-def state_shapes(model: Model, layout: KVLayout, mesh: jax.sharding.Mesh):
-  """The cache, `last_token` and `seen` of a pool on `mesh`, as shapes: what its steps update."""
+def state_shapes(
+  model: Model, layout: KVLayout, stages: Sequence[tuple[LayerRange, jax.sharding.Mesh]]
+):
+  """The cache, `last_token` and `seen` of a pool, as shapes: what its steps update.
 
-  def shape(axes, x):
+  The cache of a layer lies with the stage that has the layer, the others with the last stage.
+  """
+
+  def shape(axes, x, mesh):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=axes_sharding(axes, x.shape, mesh))
 
-  cache = jax.eval_shape(lambda: kv_cache.init_cache(layout))
+  whole = jax.eval_shape(lambda: kv_cache.init_cache(layout))
+  cache = ()
+  for (first, last), mesh in stages:
+    cache += jax.tree.map(lambda x, mesh=mesh: shape(layout.axes, x, mesh), whole[first:last])
   last_token = jax.ShapeDtypeStruct((layout.num_rows,), jnp.int32)
   seen = jax.ShapeDtypeStruct((layout.num_rows, model.config.vocab_size), bool)
-  cache = jax.tree.map(lambda x: shape(layout.axes, x), cache)
-  return cache, shape("B", last_token), shape("B V", seen)
+  return cache, shape("B", last_token, mesh), shape("B V", seen, mesh)
 
 
 class Steps:
@@ -58,9 +72,13 @@ class Steps:
     self.prefill_step = self._jit("prefill_step", self._step, donate=updated)
     self.decode_step = self._jit("decode_step", self._step, donate=updated)
     self.mixed_step = self._jit("mixed_step", self._step, donate=updated)
+    self.prefill_layers = self._jit("prefill_layers", self._layers, donate=("cache",))
+    self.decode_layers = self._jit("decode_layers", self._layers, donate=("cache",))
+    self.mixed_layers = self._jit("mixed_layers", self._layers, donate=("cache",))
     self.add_seen = self._jit("add_seen", self._add_seen, donate=("seen",))
+    self.set_last_token = self._jit("set_last_token", self._set_token, donate=("last_token",))
     self.gather_pages = self._jit("gather_pages", self._gather, donate=())
-    self.scatter_pages = self._jit("scatter_pages", self._scatter, donate=("cache", "last_token"))
+    self.scatter_pages = self._jit("scatter_pages", self._scatter, donate=("cache",))
     self.last_logits = self._jit("last_logits", self._logits, donate=())
 
   def _jit(self, name: str, function, donate: tuple[str, ...]):
@@ -70,7 +88,8 @@ class Steps:
       return function(*args)
 
     traced.__name__ = name
-    return jax.jit(traced, donate_argnames=donate)
+    static = {"layers"} & inspect.signature(function).parameters.keys()
+    return jax.jit(traced, donate_argnames=donate, static_argnames=static)
 
   # The three steps are one function of different inputs: with slices of prompts, decodes, or both.
   # They return what they update, and what was sampled in the order of `StepInputs`.
@@ -82,16 +101,15 @@ class Steps:
     last_token: jax.Array,  # [num_rows] int32
     seen: jax.Array,  # [num_rows, V] bool
     inputs: StepInputs,
+    hidden: jax.Array | None,  # [T, D] of the layers before; None: these begin with the first
+    layers: LayerRange,  # that end with the last
   ):
-    batch = inputs.batch
-    if batch.decode is not None:
-      rows = inputs.token_rows
-      ids = jnp.maximum(last_token.at[rows].get(mode="clip"), 0)  # -1 after a failure
-      batch = batch._replace(tokens=jnp.where(rows < len(last_token), ids, batch.tokens))
-      seen = seen.at[rows, ids].set(True, mode="drop")  # prompts: see `add_seen`
-    hidden, cache = self._forward(params, cache, batch)
+    hidden, cache = self._forward(params, cache, last_token, inputs, hidden, layers)
+    if inputs.batch.decode is not None:
+      rows = inputs.token_rows  # prompts: see `add_seen`
+      seen = seen.at[rows, self._decode_ids(last_token, rows)].set(True, mode="drop")
     logits = self._model.unembed(params, hidden[inputs.sample_places])
-    positions = batch.positions[inputs.sample_places] + 1
+    positions = inputs.batch.positions[inputs.sample_places] + 1
     sampled = sample(logits, inputs.sampling, positions, seen, inputs.sample_rows)
     last_token = last_token.at[inputs.sample_rows].set(sampled.ids, mode="drop")
     return cache, last_token, seen, sampled
@@ -103,17 +121,37 @@ class Steps:
     """
     return seen.at[row].set(ids | (seen[row] & ~anew))
 
-  def _logits(self, params, cache, inputs: StepInputs):  # -> [R, V]
-    hidden, _ = self._forward(params, cache, inputs.batch)
+  def _layers(self, params, cache, last_token, inputs: StepInputs, hidden, layers: LayerRange):
+    """Layers before the last one; returns their cache and hidden [T, D].
+
+    `last_token` is read by decodes in the first group; None elsewhere.
+    """
+    hidden, cache = self._forward(params, cache, last_token, inputs, hidden, layers)
+    return cache, hidden
+
+  def _logits(self, params, cache, inputs: StepInputs, hidden, layers: LayerRange):  # -> [R, V]
+    hidden, _ = self._forward(params, cache, None, inputs, hidden, layers)
     return self._model.unembed(params, hidden[inputs.sample_places])
 
-  def _forward(self, params, cache, batch: StepBatch):
+  def _forward(self, params, cache, last_token, inputs: StepInputs, hidden, layers: LayerRange):
+    batch = inputs.batch
+    if hidden is None:
+      tokens = batch.tokens
+      if batch.decode is not None:
+        rows = inputs.token_rows
+        tokens = jnp.where(rows < len(last_token), self._decode_ids(last_token, rows), tokens)
+      hidden = self._model.embed(params, tokens, batch.positions)
     attend = self.attention(batch)
-    return self._model.forward(params, batch.tokens, batch.positions, cache, attend)
+    return self._model.run_layers(params, hidden, batch.positions, cache, attend, layers)
+
+  def _decode_ids(self, last_token, rows):
+    return jnp.maximum(last_token.at[rows].get(mode="clip"), 0)  # -1 after a failure
+
+  def _set_token(self, last_token, row, token_id):
+    return last_token.at[row].set(token_id)
 
   def _gather(self, cache, page_ids: jax.Array):  # [n] -> pieces
     return kv_cache.gather(self._layout, cache, page_ids)
 
-  def _scatter(self, cache, last_token, page_ids: jax.Array, pieces, row, token_id):
-    cache = kv_cache.scatter(self._layout, cache, page_ids, pieces)
-    return cache, last_token.at[row].set(token_id, mode="drop")
+  def _scatter(self, cache, page_ids: jax.Array, pieces):
+    return kv_cache.scatter(self._layout, cache, page_ids, pieces)

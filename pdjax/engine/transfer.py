@@ -1,5 +1,7 @@
 """The hand-off of KV pages between meshes of any sizes: gather -> cut, copy, join -> scatter.
 
+A payload is the pieces of each range of layers that lie together, on the stages of a pool.
+
 `jax.device_put` to a mesh of another size stages through the host and blocks until the array is
 there. So each device of the source cuts its shard into what the target's devices want (nothing to
 cut where the sizes are equal), the cuts go device to device, and a target device joins what it got.
@@ -10,7 +12,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,8 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 Range = tuple[int, int]  # [start, stop)
 Box = tuple[Range, ...]  # of a shard, along each axis of the array
+Payload = dict[Range, jax.Array]  # layers -> their pieces [2, L, K, positions, h]
+_LAYER_AXIS = 1
 
 
 def host_sharding(sharding: Sharding) -> Sharding:
@@ -101,6 +105,13 @@ class Reshard:
     self.num_traces["join"] += 1
     return jnp.concatenate(parts, axis)
 
+  def take_layers(self, pieces: jax.Array, held: Range, wanted: Range) -> jax.Array:
+    """Of pieces of the layers `held` those that are `wanted`. Work for the source's devices."""
+    if wanted == held:
+      return pieces
+    part = (wanted[0] - held[0], wanted[1] - held[0])
+    return self._cut(pieces, axis=_LAYER_AXIS, ranges=(part,))[0]
+
   def send(self, x: jax.Array) -> list[jax.Array]:
     """Starts the copies of the parts; returns at once, also where `x` is being computed yet.
 
@@ -117,7 +128,7 @@ class Reshard:
     places = [place for place, taken in zip(targets, plan.takes, strict=True) for _ in taken]
     return jax.device_put(parts, places)
 
-  def join(self, parts: Sequence[jax.Array], like: jax.Array) -> jax.Array:
+  def join(self, parts: Iterable[jax.Array], like: jax.Array) -> jax.Array:
     """`like` on the target, from what `send` gave for it. Work for the target's devices.
 
     So not before the parts are there: it would hold up every step behind the copy.

@@ -85,7 +85,8 @@ def summary(
   """A run as plain JSON data; with an SLO also its attainment.
 
   `copy_s` and `prefill_s` are sums over requests, so that they can be set against each other;
-  `phases` are means over finished requests; `handoff_bytes` counts every copy of the log;
+  `phases` are means over finished requests; `handoff_bytes` counts every copy of the log, and
+  `handoff_bytes_ahead` what of it was sent before the prompt was prefilled;
   `prefix_hit_share` is of prompt tokens.
   """
   samples = {"ttft_s": ttfts_s(records), "tpot_s": tpots_s(records), "itl_s": itls_s(records)}
@@ -104,6 +105,7 @@ def summary(
     "num_preemptions": sum(isinstance(e, Preempted) for e in log),
     "prefix_hit_share": num_hits / num_prompt_tokens if num_prompt_tokens else None,
     "handoff_bytes": sum(e.num_bytes for e in log if isinstance(e, Copied)),
+    "handoff_bytes_ahead": sum(e.num_bytes_ahead for e in log if isinstance(e, Copied)),
     "copy_s": sum(r.copy_s for r in records.values() if r.copy_s is not None),
     "prefill_s": sum(r.prefill_s for r in records.values() if r.prefill_s is not None),
     "phases": None if mean is None else dataclasses.asdict(mean),

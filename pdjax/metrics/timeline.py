@@ -11,7 +11,17 @@ import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pdjax.core.events import Arrived, Copied, Event, Failed, Fetched, Finished, Preempted, Step
+from pdjax.core.events import (
+  Arrived,
+  Copied,
+  Event,
+  Failed,
+  Fetched,
+  Finished,
+  PoolChanged,
+  Preempted,
+  Step,
+)
 from pdjax.core.model_config import ModelConfig
 from pdjax.metrics.utilisation import step_work
 
@@ -34,7 +44,8 @@ def chrome_trace(
   """The trace of a run: a process per pool with its steps, and one for the copies between pools.
 
   A copy is an arrow from the prefill step that made its last page, through the copy, to the first
-  step of its request in the target pool. With a model, steps carry FLOPs and bytes.
+  step of its request in the target pool; one that was streamed begins before that first step ends.
+  With a model, steps carry FLOPs and bytes.
   """
   log = list(log)
   pids: dict[str, int] = {}  # of pools; 0 is the run itself, for requests that reached no pool
@@ -66,10 +77,23 @@ def chrome_trace(
             "args": {"request_id": event.request_id} | ({"reason": event.reason} if failed else {}),
           }
         )
+      case PoolChanged():
+        rows.append(
+          {
+            "name": f"{event.pool}: {event.reason}",
+            "cat": "pool",
+            "ph": "i",
+            "s": "p",
+            "ts": _ns(event.time_s) / 1e3,
+            "pid": pids[event.pool],
+            "tid": 0,
+            "args": {"role": event.role, "is_up": event.is_up},
+          }
+        )
       case Copied() | Fetched() | Arrived() | Finished():
         pass  # copies below: they need the steps on both sides; the rest shows in the steps
 
-  copies = sorted((e for e in log if isinstance(e, Copied)), key=lambda c: c.start_s)
+  copies = sorted((e for e in log if isinstance(e, Copied)), key=lambda c: c.begin_s)
   lanes = _lanes(copies)
   ends = _step_before_and_after(copies, [e for e in log if isinstance(e, Step)])
   for number, (copy, lane, (before, after)) in enumerate(zip(copies, lanes, ends, strict=True)):
@@ -162,7 +186,7 @@ def _copy_rows(
       "name": name,
       "cat": "hand-off",
       "ph": "X",
-      **_when(copy.start_s, copy.end_s),
+      **_when(copy.begin_s, copy.end_s),
       "pid": pid,
       "tid": lane,
       "args": {
@@ -171,6 +195,8 @@ def _copy_rows(
         "target": copy.target,
         "tokens": copy.num_tokens,
         "bytes": copy.num_bytes,
+        "bytes before its first token": copy.num_bytes_ahead,
+        "exposed_s": copy.end_s - copy.start_s,
       },
     }
   ]
@@ -195,7 +221,7 @@ def _lanes(copies: list[Copied]) -> list[int]:
   free: list[int] = []
   lanes = []
   for copy in copies:
-    while busy and busy[0][0] <= copy.start_s:
+    while busy and busy[0][0] <= copy.begin_s:
       heapq.heappush(free, heapq.heappop(busy)[1])
     lane = heapq.heappop(free) if free else len(busy)
     heapq.heappush(busy, (copy.end_s, lane))

@@ -58,17 +58,25 @@ def _next_token(total: jax.Array) -> jax.Array:
   return (total % checksum.VOCAB_SIZE).astype(jnp.int32)
 
 
-def _forward(params, tokens, positions, cache, attend):
-  k = (tokens.astype(jnp.uint32) + 1)[:, None, None]
+# Hidden is [T, 2]: the sum, and the key of the token, which every layer needs.
+
+
+def _embed(params, tokens, positions):
+  key = tokens.astype(jnp.uint32) + 1
+  return jnp.stack([jnp.zeros_like(key), key], axis=1)
+
+
+def _run_layers(params, hidden, positions, cache, attend, layers):
+  total, k = hidden[:, :1, None], hidden[:, 1:, None]
   v = k * jnp.uint32(checksum.V_FACTOR)
-  hidden, new_cache = None, []
-  for factor, layer_cache in zip(_FACTORS, cache, strict=True):
-    factor, inverse = jnp.uint32(factor), jnp.uint32(pow(factor, -1, 1 << 32))
-    total, layer_cache = attend(jnp.zeros_like(k), k * factor, v * factor, layer_cache, None)
-    total *= inverse
-    hidden = total if hidden is None else 2 * total - hidden  # the same unless a layer is wrong
+  new_cache = []
+  for layer, layer_cache in zip(range(*layers), cache, strict=True):
+    factor, inverse = jnp.uint32(_FACTORS[layer]), jnp.uint32(pow(_FACTORS[layer], -1, 1 << 32))
+    own, layer_cache = attend(jnp.zeros_like(k), k * factor, v * factor, layer_cache, None)
+    own *= inverse
+    total = own if layer == 0 else 2 * own - total  # the same unless a layer is wrong
     new_cache.append(layer_cache)
-  return hidden[:, :, 0], tuple(new_cache)
+  return jnp.concatenate([total, k], axis=1)[:, :, 0], tuple(new_cache)
 
 
 def _unembed(params, hidden):
@@ -82,7 +90,9 @@ def checksum_model() -> Model:
     params=(),
     param_names=(),
     param_axes=(),
-    forward=_forward,
+    param_layers=(),
+    embed=_embed,
+    run_layers=_run_layers,
     unembed=_unembed,
     reduction=checksum_reduction,
     cache_dtype="uint32",

@@ -88,6 +88,10 @@ class KVLayout:
     """[2, L, K, positions, h] of what `gather` gives for so many pages: each kv head once."""
     return 2, self.num_layers, self.num_kv_heads, num_pages * self.page_size, self.head_dim
 
+  def of_layers(self, num_layers: int) -> KVLayout:
+    """That of a part of the cache."""
+    return dataclasses.replace(self, num_layers=num_layers)
+
   @property
   def bytes_per_token(self) -> int:
     """K and V of one token over all layers, each kv head once."""
@@ -126,8 +130,8 @@ def gather(
 ) -> jax.Array:
   """The pages of one sequence as one array [2, L, K, n * page_size, h], for a hand-off.
 
-  Pieces depend neither on the kind of layout nor on copies of heads; those of padding hold
-  anything.
+  L are the layers of `cache`, which may be a part of the pool's. Pieces depend neither on the kind
+  of layout nor on copies of heads; those of padding hold anything.
   """
   (num_pages,) = pages.shape
   page_size, head_dim = layout.page_size, layout.head_dim
@@ -148,7 +152,7 @@ def gather(
     return jnp.stack([take(x) for x in layer_cache])
 
   pieces = jnp.stack([take_layer(layer_cache) for layer_cache in cache], axis=1)
-  return pieces.reshape(layout.pieces_shape(num_pages))
+  return pieces.reshape(layout.of_layers(len(cache)).pieces_shape(num_pages))
 
 
 def scatter(

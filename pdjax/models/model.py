@@ -23,7 +23,8 @@ TENSOR_AXIS = "tensor"
 AXIS_RULES = {"H": TENSOR_AXIS, "K": TENSOR_AXIS, "F": TENSOR_AXIS, "V": TENSOR_AXIS}
 _MAY_REPLICATE = ("K", "V")  # where the mesh axis does not divide them; the others are refused
 
-Params = tuple[jax.Array, ...]
+Params = tuple[jax.Array | None, ...]
+LayerRange = tuple[int, int]  # [first, last)
 Target = jax.Device | Sharding | Mesh
 
 
@@ -80,21 +81,45 @@ def place(
 class Model:
   """A model ready to run. `params` is a flat tuple, the cheapest pytree to pass to a jit.
 
-  `forward` and `unembed` are pure and never jitted here. `hidden` is what `unembed` takes: rows may
-  be picked from it first, so that only tokens that emit pay for logits.
+  The three functions are pure and never jitted here; parts of a model need a part of its parameters
+  (`params_of`). `hidden` says all that one layer tells the next. Rows may be picked from it before
+  `unembed`, so that only tokens that emit pay for logits.
   """
 
   config: ModelConfig
-  params: Params
+  params: Params  # None for those that a part does not need
   param_names: tuple[str, ...]
   param_axes: tuple[str, ...]  # axis letters of each, as in models/transformer.py: "D -> H h"
-  # params, tokens [T], positions [T], cache, attend -> hidden [T, D], cache
-  forward: Callable[[Params, jax.Array, jax.Array, Cache, Attend], tuple[jax.Array, Cache]]
+  param_layers: tuple[
+    tuple[int, ...], ...
+  ]  # that need it; the first also embeds, the last unembeds
+  # params, tokens [T], positions [T] -> hidden [T, D]
+  embed: Callable[[Params, jax.Array, jax.Array], jax.Array]
+  # params, hidden [T, D], positions [T], cache of the layers, attend, layers -> hidden, cache
+  run_layers: Callable[
+    [Params, jax.Array, jax.Array, Cache, Attend, LayerRange], tuple[jax.Array, Cache]
+  ]
   unembed: Callable[
     [Params, jax.Array], jax.Array
   ]  # params, hidden [R, D] -> logits [R, V] float32
   reduction: Reduction | None  # instead of softmax
   cache_dtype: str
+
+  def forward(
+    self, params: Params, tokens: jax.Array, positions: jax.Array, cache: Cache, attend: Attend
+  ) -> tuple[jax.Array, Cache]:
+    """All layers: hidden [T, D] of tokens [T], and the cache with their K and V."""
+    hidden = self.embed(params, tokens, positions)
+    layers = (0, self.config.num_layers)
+    return self.run_layers(params, hidden, positions, cache, attend, layers)
+
+  def params_of(self, layers: LayerRange) -> Params:
+    """Those that layers [first, last) need, and None in the place of each other one."""
+    first, last = layers
+    return tuple(
+      param if any(first <= layer < last for layer in needed_by) else None
+      for param, needed_by in zip(self.params, self.param_layers, strict=True)
+    )
 
   def to(self, target: Target) -> Model:
     """This model with its parameters on `target`.
@@ -107,7 +132,7 @@ class Model:
     if isinstance(target, Mesh):
       self.config.check_split(tensor_parallel(target))
       target = tuple(
-        axes_sharding(axes, param.shape, target)
+        None if param is None else axes_sharding(axes, param.shape, target)
         for axes, param in zip(self.param_axes, self.params)
       )
     return dataclasses.replace(self, params=jax.device_put(self.params, target))

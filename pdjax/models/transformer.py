@@ -282,8 +282,19 @@ def param_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
   return dict(zip(names, shapes))
 
 
+def _layers_that_need(config: ModelConfig, name: str) -> tuple[int, ...]:
+  """The first layer embeds too, the last one unembeds."""
+  first, last = 0, config.num_layers - 1
+  part, *rest = name.split(".")
+  if part == "blocks":
+    return (int(rest[0]),)
+  if part == "embedding":
+    return (first, last) if config.tie_embeddings else (first,)
+  return (first,) if part == "position_embedding" else (last,)
+
+
 def merge(config: ModelConfig, params: Params) -> Transformer:
-  """The module around `Model.params`; for parts of a forward, such as a group of layers."""
+  """The module around `Model.params`; of a part of a model what it has no parameters for fails."""
   graph, structure, *_ = _abstract(config)
   return nnx.merge(graph, jax.tree.unflatten(structure, params))
 
@@ -310,10 +321,11 @@ def build(config: ModelConfig, params: Params, *, dtype: str) -> Model:
   """A model around parameters that are placed already, or around their shapes alone."""
   _, _, names, axes, _ = _abstract(config)
 
-  def forward(params, tokens, positions, cache, attend):
-    model = merge(config, params)
-    x = model.embed(tokens, positions)
-    return model.layers(x, positions, cache, attend, 0, config.num_layers)
+  def embed(params, tokens, positions):
+    return merge(config, params).embed(tokens, positions)
+
+  def run_layers(params, hidden, positions, cache, attend, layers):
+    return merge(config, params).layers(hidden, positions, cache, attend, *layers)
 
   def unembed(params, hidden):
     return merge(config, params).unembed(hidden)
@@ -323,7 +335,9 @@ def build(config: ModelConfig, params: Params, *, dtype: str) -> Model:
     params=params,
     param_names=names,
     param_axes=axes,
-    forward=forward,
+    param_layers=tuple(_layers_that_need(config, name) for name in names),
+    embed=embed,
+    run_layers=run_layers,
     unembed=unembed,
     reduction=None,
     cache_dtype=dtype,

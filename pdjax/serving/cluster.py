@@ -12,6 +12,7 @@ from pdjax.core.costs import count_slices
 from pdjax.core.plan import StepPlan
 from pdjax.core.request import Request
 from pdjax.core.sequence import Sequence, State
+from pdjax.scheduling.hand_off import HandOff
 from pdjax.scheduling.routing import (
   ROLES,
   Fetch,
@@ -108,32 +109,6 @@ class Transfer:
   @property
   def has_ended(self) -> bool:
     return not self.parts and (self.is_whole or self.is_abandoned)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class HandOff:
-  """How KV caches go from prefill to decode pools.
-
-  `streams`: pages of a prompt are sent while its later chunks, or later layers, are computed yet.
-  `most_bytes` may be on their way to a pool at once, or one part that is larger; None: any number.
-  `reservation`: what a decode pool must have room for before anything is sent. `request`: all that
-  the request may become, so that nobody there is ever preempted (DistServe). `prompt`: what there
-  is, growing then; more requests share the pool, and the newest of them is computed again, by a
-  prefill pool, when its pages run out.
-
-  Raises:
-    ValueError: another reservation, or no bytes at all.
-  """
-
-  streams: bool = True
-  most_bytes: int | None = None
-  reservation: str = "request"
-
-  def __post_init__(self):
-    if self.reservation not in ("request", "prompt"):
-      raise ValueError(f"reservation={self.reservation!r} must be 'request' or 'prompt'")
-    if self.most_bytes is not None and self.most_bytes < 1:
-      raise ValueError(f"most_bytes={self.most_bytes} must be at least 1")
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -7,6 +7,7 @@ import math
 from typing import NamedTuple
 
 from pdjax.core.costs import StepCounts, count_plan, shard_of, step_costs
+from pdjax.core.device_group import split_layers
 from pdjax.core.model_config import ModelConfig
 from pdjax.core.plan import StepPlan
 from pdjax.sim.hardware import Device, Fit, Link
@@ -124,6 +125,16 @@ class Roofline:
     num_bytes = counts.num_tokens * self.model.d_model * self.bytes_per_activation
     return 2 * self.model.num_layers * self.link.copy_s(2 * (self.tp - 1) / self.tp * num_bytes)
 
+  def hand_over_s(self, num_tokens: int) -> float:
+    """Of a pipeline: hidden states over `link` to the next stage, each device's to its counterpart.
+
+    Raises:
+      ValueError: no link.
+    """
+    if self.link is None:
+      raise ValueError("pipeline stages need a link between the devices")
+    return self.link.copy_s(num_tokens * self.model.d_model * self.bytes_per_activation)
+
 
 def _norm(a: float, b: float, p: float) -> float:
   high, low = (a, b) if a > b else (b, a)
@@ -138,6 +149,7 @@ def num_pages(
   device: Device,
   page_size: int,
   tp: int = 1,
+  pp: int = 1,
   memory_share: float = 0.9,
   reserve_bytes: float = 0,
   bytes_per_weight: float = 2,
@@ -145,19 +157,23 @@ def num_pages(
 ) -> int:
   """Pages of KV cache that fit beside the weights in `memory_share` of the device's memory.
 
-  Over `tp` devices each holds its share of weights and cache. `reserve_bytes` is what activations
-  and the runtime need besides.
+  Over `tp` devices each holds its share of weights and cache, in `pp` pipeline stages those of its
+  layers: the longest stage decides, which has one of the embedding and the output matrix, as the
+  first and the last have. `reserve_bytes` is what activations and the runtime need besides.
 
   Raises:
-    ValueError: not one page fits, or `tp` cannot split the model.
+    ValueError: not one page fits, or `tp` or `pp` cannot split the model.
   """
   usable_bytes = device.memory_bytes * memory_share
   shard = shard_of(model, tp)
+  if pp > 1:
+    num_layers = max(last - first for first, last in split_layers(model.num_layers, pp))
+    shard = dataclasses.replace(shard, num_layers=num_layers, tie_embeddings=True)
   weight_bytes = shard.num_params * bytes_per_weight
   page_bytes = page_size * shard.kv_bytes_per_token(bytes_per_kv)
   pages = int((usable_bytes - weight_bytes - reserve_bytes) // page_bytes)
   if pages < 1:
-    where = device.name if tp == 1 else f"one of {tp} x {device.name}"
+    where = device.name if tp * pp == 1 else f"one of {tp * pp} x {device.name}"
     raise ValueError(
       f"{model.name} does not fit on {where}: weights {weight_bytes / 1e9:.1f} GB + reserve "
       f"{reserve_bytes / 1e9:.1f} GB + one page {page_bytes / 1e9:.3f} GB, but only "

@@ -137,7 +137,7 @@ def serve_far_above_capacity(strategy: str) -> tuple[float, float]:
     executor = SimExecutor(
       step_s=additive_step_s,
       link=Link(name="fast", latency_s=0.0, bytes_per_s=1e15),
-      kv_bytes_per_token=1,
+      bytes_per_token=1,
     )
     scheduler = Scheduler(make_policy(spec.policy), PAGES, limits)
     pools.append(Pool(spec.name, spec.role, scheduler, executor))

@@ -46,8 +46,9 @@ def build(
   groups,
   pages: PageConfig | None = None,
   attention: str = "auto",
+  **cuts,
 ):
-  """An `Engine`; a donated buffer that XLA cannot use is an error."""
+  """An `Engine` with `cuts` into stages and groups; an unusable donated buffer is an error."""
   pages = pages or PageConfig(
     num_rows=ROWS,
     page_size=PAGE_SIZE,
@@ -55,7 +56,8 @@ def build(
     num_pages=ROWS * PAGES_PER_ROW,
     contiguous=layout == "slots",
   )
-  executors = build_executors(model, pages, buckets, groups, layout=layout, attention=attention)
+  how = dict(layout=layout, attention=attention, **cuts)
+  executors = build_executors(model, pages, buckets, groups, **how)
   with warnings.catch_warnings():
     warnings.filterwarnings("error", message=".*donated.*")
     steps, copies = {"prefill", "decode", "mixed"}, {"gather", "scatter"}

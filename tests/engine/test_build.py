@@ -91,7 +91,7 @@ class Recorder:
     tuning = dataclasses.replace(attention.tuning, fresh=fresh)
     self.attention = dataclasses.replace(attention, tuning=tuning)
 
-  def prefill_step(self, params, cache, last_token, seen, inputs):
+  def prefill_step(self, params, cache, last_token, seen, inputs, hidden, layers):
     self.shapes.add(shape_of(inputs))
     ids = np.zeros(inputs.sample_rows.shape, np.int32)
     return cache, last_token, seen, Sampled(ids, None, None, None)
@@ -105,9 +105,12 @@ class Recorder:
     self.num_copied_pages["gather"].add(len(page_ids))
     return np.zeros((1, 1, 1, 1, 1))
 
-  def scatter_pages(self, cache, last_token, page_ids, pieces, row, token_id):
+  def scatter_pages(self, cache, page_ids, pieces):
     self.num_copied_pages["scatter"].add(len(page_ids))
-    return cache, last_token
+    return cache
+
+  def set_last_token(self, last_token, row, token_id):
+    return last_token
 
 
 USES = {"prefill", "decode", "mixed", "gather", "scatter"}
@@ -123,7 +126,7 @@ def test_every_plan_within_the_budgets_finds_a_shape_that_warm_up_compiled(data)
   one = PageConfig(num_rows=1, page_size=1, pages_per_row=pages.pages_per_row, num_pages=1)
   model, serves_fresh = checksum_model(), data.draw(st.booleans())
   steps = Recorder(model, one, serves_fresh=serves_fresh)
-  executor = JaxExecutor(model, steps, pages, buckets, make_mesh(cpus(1)[0]))
+  executor = JaxExecutor(model, steps, pages, buckets, [make_mesh(cpus(1)[0])])
   lines = list(warm_up([executor], [USES]))
   assert len(lines) == len(set(lines)) >= len(steps.shapes)
   for copied in steps.num_copied_pages.values():
@@ -146,7 +149,7 @@ def test_prompts_begun_before_find_their_shape_among_buckets_that_are_close(
   )
   buckets = default_buckets(pages, whole_budget=budget, chunk_budget=budget)
   steps = Recorder(checksum_model(), pages, serves_fresh=True)
-  executor = JaxExecutor(checksum_model(), steps, pages, buckets, make_mesh(cpus(1)[0]))
+  executor = JaxExecutor(checksum_model(), steps, pages, buckets, [make_mesh(cpus(1)[0])])
   list(warm_up([executor], [{"prefill"}]))
   for num_tokens in range(1, min(budget, num_rows * capacity - 1) + 1 if capacity > 1 else 1):
     lengths, left = [], num_tokens
@@ -186,7 +189,7 @@ def test_warm_up_compiles_only_what_is_used():
   kinds = {}
   for use in USES:
     steps = Recorder(checksum_model(), pages)
-    executor = JaxExecutor(checksum_model(), steps, pages, buckets, make_mesh(cpus(1)[0]))
+    executor = JaxExecutor(checksum_model(), steps, pages, buckets, [make_mesh(cpus(1)[0])])
     kinds[use] = {line.split(": ")[1].split()[0] for line in warm_up([executor], [{use}])}
   assert kinds == {use: {use, "seen"} for use in USES}
 

@@ -28,8 +28,8 @@ STEPS = ("prefill_step", "decode_step", "mixed_step", "gather_pages", "scatter_p
 def _size(name, args):
   """The bucket that a call of a compiled function uses."""
   if name in ("prefill_step", "decode_step", "mixed_step"):
-    return len(args[-1].batch.tokens)
-  return len(args[1 if name == "gather_pages" else 2])
+    return len(args[4].batch.tokens)
+  return len(args[1])
 
 
 @pytest.mark.quick
@@ -161,7 +161,7 @@ def test_logits_that_are_not_finite_fail_one_request_alone(untied_engine, strate
 def _with_params(engine, model):
   """The same compiled steps with other weights and fresh caches."""
   executors = [
-    JaxExecutor(model, engine.steps, engine.pages, engine.buckets, make_mesh(cpus(1)[0]))
+    JaxExecutor(model, engine.steps, engine.pages, engine.buckets, [make_mesh(cpus(1)[0])])
     for _ in range(2)
   ]
   return type(engine)(
@@ -173,7 +173,7 @@ def test_top2_margin_is_that_of_a_plain_forward(tiny, tiny_paged, plain_logits):
   """Also for a text of several prefill buckets, and it leaves an executor that serves as before."""
   pages = tiny_paged.pages
   executor = JaxExecutor(
-    tiny, tiny_paged.steps, pages, Buckets(prefill=(32,)), make_mesh(cpus(1)[0])
+    tiny, tiny_paged.steps, pages, Buckets(prefill=(32,)), [make_mesh(cpus(1)[0])]
   )
   rng = np.random.default_rng(3)
   for num_tokens in (1, 20, 32, 79):

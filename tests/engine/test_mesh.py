@@ -7,7 +7,8 @@ import sys
 import jax
 import pytest
 
-from pdjax.engine.mesh import ensure_devices
+from pdjax.core.device_group import DeviceGroup
+from pdjax.engine.mesh import ensure_devices, find_devices
 
 pytestmark = pytest.mark.quick
 
@@ -19,6 +20,24 @@ def test_more_devices_than_jax_started_with_are_refused():
   num_devices = len(jax.devices()) + 99
   with pytest.raises(ValueError, match=rf"{num_devices} devices asked for, but JAX sees \d+ "):
     ensure_devices(num_devices)
+
+
+def test_groups_of_a_platform_share_its_devices_in_the_order_of_their_indices():
+  """By name or as JAX's own choice; indices of another platform do not count."""
+  cpus = jax.devices("cpu")
+  groups = [
+    DeviceGroup(devices=(3,), hardware="cpu"),
+    DeviceGroup(devices=(0,), hardware=None if jax.default_backend() == "cpu" else "cpu"),
+  ]
+  assert find_devices(groups) == [[cpus[1]], [cpus[0]]]
+  assert find_devices(groups[:1]) == [[cpus[0]]]
+  pipeline = DeviceGroup(devices=(1, 0), pp=2, hardware="cpu")
+  assert find_devices([pipeline]) == [[cpus[1], cpus[0]]]
+
+
+def test_a_platform_that_is_not_here_is_refused():
+  with pytest.raises(ValueError, match="pools on @abacus, but JAX sees no abacus here, only"):
+    find_devices([DeviceGroup(devices=(0,), hardware="abacus")])
 
 
 @pytest.mark.parametrize(

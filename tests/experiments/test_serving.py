@@ -21,16 +21,23 @@ from experiments.program import Progress
 from experiments.serving import Experiment, check, compare_tokens, run_experiment, token_report
 from experiments.worlds import SimWorld
 from pdjax.analysis.verdict import analyse
-from pdjax.config import ExperimentConfig, WorkloadConfig, load_config
+from pdjax.config import (
+  ExperimentConfig,
+  WorkloadConfig,
+  load_config,
+  num_devices_of,
+  parse_pools,
+)
 from pdjax.core.clock import VirtualClock
-from pdjax.core.costs import count_slices
+from pdjax.core.costs import count_plan, count_slices
+from pdjax.core.device_group import DeviceGroup
 from pdjax.core.events import Arrived, Copied, EventLog, Failed, Finished, Step, read_events
 from pdjax.core.request import Request, SamplingParams
 from pdjax.metrics.goodput import Slo, attainment, summary
 from pdjax.metrics.latency import outcomes, phases, request_records
 from pdjax.scheduling.probe import probe_plan
 from pdjax.serving.executor import Handle
-from pdjax.sim.roofline import Roofline
+from pdjax.sim.roofline import Roofline, num_pages
 from pdjax.workloads.lengths import Fixed
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -187,7 +194,7 @@ def test_devices_of_a_pool_hand_over_at_the_same_time():
   for tp in (1, 4):
     config = sim_config("model=llama3-8b", "hardware=a100", "num_devices=8", f"tp={tp}")
     world = SimWorld(config, config.workload.lengths.longest, 30)
-    executor = world.executor(tuple(range(tp)))
+    executor = world.executor(DeviceGroup(devices=tuple(range(tp))))
     handle = Handle(
       request_id=0,
       num_tokens=tokens,
@@ -220,7 +227,9 @@ def test_pools_of_any_shape_are_compared_on_as_many_devices(tmp_path):
     ("prefill1", "decode0"),
   }
   world = experiment.world
-  fits = [world.pages_of(tuple(range(tp))).num_pages for tp in (1, 2, 4)]
+  groups = [config.pools_of(name)[0].group for name in ("chunked", pools)]
+  groups.append(config.pools_of(pools)[-1].group)
+  fits = [world.pages_of(group).num_pages for group in groups]
   # The weights are split too, so twice the devices hold more than twice as much.
   assert fits[1] > 2 * fits[0] and fits[2] > 2 * fits[1]
   link = LINKS[config.link]
@@ -245,10 +254,117 @@ def test_pools_of_any_shape_are_compared_on_as_many_devices(tmp_path):
     ).world.alone
   ), "targets would move with the pools that are compared"
   counts = count_slices(decode_positions=(99,) * 8, num_emitted=8)
-  took_s = [world.step_time(tuple(range(tp)))(counts) for tp in (1, 2, 4)]
+  took_s = [world.step_time(group)(counts) for group in groups]
   assert took_s[0] > took_s[1] > took_s[2]
   _, data = serving.report(experiment)
   assert "what tp=2 and tp=4 costs is uncalibrated" in data["verdict"]
+
+
+LLAMA = ("model=llama3-8b", "hardware=a100", "cache.layout=paged")
+
+
+def pools_config(pools: str, *overrides: str) -> ExperimentConfig:
+  """Llama-3-8B under these pools alone."""
+  num_devices = num_devices_of(parse_pools(pools))
+  config = sim_config(*LLAMA, f"num_devices={num_devices}", f"pools={pools}", *overrides)
+  return dataclasses.replace(config, strategies=())
+
+
+def step_times_s(experiment: Experiment, pools: str, name: str) -> list[float]:
+  """Of the steps of a pool, per token of its prompts."""
+  return [
+    (event.end_s - event.start_s) / sum(event.prefill_tokens)
+    for event in experiment.runs[pools].log
+    if isinstance(event, Step) and event.pool == name and event.prefill_tokens
+  ]
+
+
+def test_each_pool_has_the_hardware_that_it_names(tmp_path):
+  pools = "prefill@h100,prefill,decode@h200"
+  config = pools_config(pools)
+  experiment = run_experiment(check(config, tmp_path), Progress())
+  run, world = experiment.runs[pools], experiment.world
+  assert outcomes(run.records) == {"finished": 60, "failed": 0, "unfinished": 0}
+  by_name = {spec.name: spec.group for spec in config.pools_of(pools)}
+  counts = count_slices(prefill_starts=(0,), prefill_tokens=(448,), num_emitted=1)
+  for name, hardware in (("prefill0", "h100"), ("prefill1", "a100"), ("decode0", "h200")):
+    latency = Roofline(model=world.model, device=HARDWARE[hardware])
+    assert world.step_time(by_name[name])(counts) == latency.terms_of(counts).total_s
+    fits = num_pages(model=world.model, device=HARDWARE[hardware], page_size=16)
+    assert world.pages_of(by_name[name]).num_pages == fits
+  fast_s, slow_s = (statistics.median(step_times_s(experiment, pools, f"prefill{i}")) for i in "01")
+  assert 2 * fast_s < slow_s
+  assert world.label == (
+    "simulated llama3-8b on 1 x h100 (uncalibrated) and 1 x a100 and 1 x h200 (uncalibrated)"
+  )
+  assert "those of h100 and h200 from data-sheet peaks" in world.caveats[0]
+  # Targets are of the pools that run such steps.
+  assert world.alone.prefill_s(448) == world.step_time(by_name["prefill0"])(
+    count_plan(probe_plan(world.pages, prefills=(448,)))
+  )
+  assert world.pages == world.pages_of(by_name["decode0"])
+  # All prefill pools together: a whole and the share of one that the slower is.
+  rates = [1 / world.step_time(by_name[f"prefill{i}"])(counts) for i in "01"]
+  assert 2 / world.together.prefill_s(448) == pytest.approx(sum(rates))
+
+
+def test_pools_on_other_hardware_are_not_compared_as_equals(tmp_path):
+  def caveats(pools):
+    config = sim_config(*LLAMA, f"pools={pools}")
+    world = SimWorld(config, config.workload.lengths.longest, 30)
+    return world.label, [text for text in world.caveats if "not equal devices" in text]
+
+  label, (caveat,) = caveats("prefill@h100,decode")
+  assert label.endswith("on 2 x a100, or 1 x h100 (uncalibrated) and 1 x a100")
+  assert "runs on a100 and h100, the other strategies on as many devices of a100" in caveat
+  assert caveats("prefill,decode") == ("simulated llama3-8b on 2 x a100", [])
+  assert caveats("prefill@a100,decode@a100") == ("simulated llama3-8b on 2 x a100", [])
+
+
+def test_a_pipeline_is_simulated_stage_by_stage(tmp_path):
+  pools, one = "prefill:pp4,decode", "prefill:prefill_chunks,decode"
+  worlds = {}
+  for text in (pools, one):
+    experiment = run_experiment(check(pools_config(text), tmp_path), Progress())
+    run = experiment.runs[text]
+    assert outcomes(run.records) == {"finished": 60, "failed": 0, "unfinished": 0}
+    worlds[text] = experiment.world
+  piped, single = (worlds[text] for text in (pools, one))
+  groups = {text: parse_pools(text)[0].group for text in (pools, one)}
+  executor = piped.executor(groups[pools])
+  assert executor.num_stages == 4 and executor.layer_groups[-1] == (24, 32)
+  # A step is no shorter for being cut into stages, but another begins when the first stage is free.
+  plan = probe_plan(piped.pages, prefills=(256,))
+  counts = count_plan(plan)
+  whole_s = single.step_time(groups[one])(counts)
+  hand_over_s = piped.step_time(groups[pools])(counts) - whole_s
+  assert 0 < hand_over_s < whole_s / 10
+  ends_s = [executor.submit(plan, 0.0).finish_s for _ in range(8)]
+  assert ends_s[0] == pytest.approx(whole_s + hand_over_s)
+  assert ends_s[-1] == pytest.approx(whole_s * (8 + 3) / 4 + hand_over_s, rel=1e-3)
+  # Its stages hold more than four times the pages of one device, whose weights they share.
+  assert piped.pages_of(groups[pools]).num_pages > 4 * single.pages_of(groups[one]).num_pages
+  assert "pp=4 costs is uncalibrated" in piped.caveats[0]
+  assert piped.alone.prefill_s(448) > single.alone.prefill_s(448)
+  assert piped.together.prefill_s(448) == pytest.approx(single.together.prefill_s(448) / 4)
+
+
+def test_a_long_prompt_takes_its_chunks_through_the_stages(tmp_path):
+  """C chunks over S stages take about (C + S - 1) / (C S) of the time of one device."""
+  num_chunks, ttft_s = 8, {}
+  for pp in (1, 2, 4):
+    pools = f"prefill:prefill_chunks:pp{pp},decode"
+    config = pools_config(pools, "scheduler.token_budget=512", "workload.num_requests=1")
+    lengths = Fixed(prompt_tokens=512 * num_chunks, output_tokens=2)
+    workload = dataclasses.replace(config.workload, lengths=lengths)
+    config = dataclasses.replace(config, workload=workload)
+    run = run_experiment(check(config, tmp_path), Progress()).runs[pools]
+    chunks = [e.prefill_tokens for e in run.log if isinstance(e, Step) and e.pool == "prefill0"]
+    assert chunks == [(512,)] * num_chunks
+    ttft_s[pp] = run.records[0].ttft_s
+  for pp in (2, 4):
+    share = (num_chunks + pp - 1) / (num_chunks * pp)
+    assert ttft_s[pp] == pytest.approx(share * ttft_s[1], rel=0.05)
 
 
 def test_pools_alone_are_held_to_what_they_can_do_themselves(tmp_path):
@@ -626,11 +742,27 @@ def test_pools_of_any_shape_serve_on_the_engine(tmp_path, program, argv, names):
   assert "simulated llama3-8b on 4 x a100" in done.stdout
 
 
+@pytest.mark.slow
+def test_a_pipeline_on_a_named_platform_gives_the_same_tokens(tmp_path):
+  pools = "1xprefill:pp2@cpu,1xdecode:pp2"
+  done = serve_small(tmp_path, "compare", f"--pools={pools}", "--strategies=chunked")
+  data = check_files(tmp_path / "out", ["chunked", pools])
+  assert data["tokens_identical"] is True
+  assert data["strategies"][pools]["num_failed"] == 0
+  assert data["strategies"][pools]["handoff_bytes"] > 0
+  assert data["label"].endswith("on 4 cpu devices")
+  assert "simulated" not in data
+  assert "not simulated as well: @cpu are devices of this machine" in done.stderr
+
+
 def test_pools_that_the_simulated_model_cannot_have_run_on_the_engine_alone():
   """SmolLM2 has 9 heads, Llama-3-8B 32."""
   for pools, num_devices, reason in (
     ("1xprefill:tp3,1xdecode", 4, "llama3-8b: num_heads=32 is no multiple of the 3 devices"),
     ("1xprefill:tp2,2xdecode", 4, None),
+    ("prefill:pp4,decode", 5, None),
+    ("prefill:pp33,decode", 34, "prefill0: 32 layers cannot be cut into 33 parts"),
+    ("prefill@cpu,decode@gpu", 2, "@cpu, @gpu are devices of this machine"),
     (None, 3, None),  # then its pools have a device each
   ):
     config = load_config(QUICKSTART, [f"num_devices={num_devices}", f"pools={pools}"])

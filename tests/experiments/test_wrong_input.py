@@ -15,7 +15,7 @@ import pytest
 import virtual
 
 from experiments.serving import check
-from pdjax.config import STRATEGIES, load_config
+from pdjax.config import POOLS_FORM, STRATEGIES, load_config
 from pdjax.core import checksum
 from pdjax.core.events import Failed
 from pdjax.core.request import Request, SamplingParams
@@ -228,12 +228,37 @@ CASES = {
   "role of a pool": (
     "compare",
     ["--backend=sim", "--pools=2xprefil:tp2,1xdecode:tp4"],
-    ["unknown role 'prefil'", "did you mean prefill", "write COUNTxROLE[:tpN][:POLICY],..."],
+    ["unknown role 'prefil'", "did you mean prefill", f"write {POOLS_FORM}"],
   ),
   "pools that nobody takes over from": (
     "run",
     ["--model=tiny", "--pools=2xprefill:tp2"],
-    ["pools='2xprefill:tp2'", "need a decode pool", "write COUNTxROLE[:tpN][:POLICY],..."],
+    ["pools='2xprefill:tp2'", "need a decode pool", f"write {POOLS_FORM}"],
+  ),
+  "hardware before the rest": (
+    "run",
+    ["--backend=sim", "--pools=1xprefill@a100:tp2,1xdecode"],
+    ["'a100:tp2' of '1xprefill@a100:tp2' is no name of hardware", f"write {POOLS_FORM}"],
+  ),
+  "hardware of a pool": (
+    "run",
+    ["--backend=sim", "--pools=1xprefill@a10,1xdecode@h100"],
+    ["unknown hardware 'a10'; did you mean a100"],
+  ),
+  "hardware that is only simulated": (
+    "run",
+    ["--model=tiny", "--pools=1xprefill@a100,1xdecode@h100"],
+    ["prefill0 runs on @a100, but the engine runs on this machine's devices", "--backend=sim"],
+  ),
+  "a model that does not fit on the hardware of one pool": (
+    "run",
+    ["--backend=sim", "--model=llama3-8b", "--pools=1xprefill@h100,1xdecode@tpu-v5e"],
+    ["llama3-8b does not fit on tpu-v5e"],
+  ),
+  "more stages than layers": (
+    "run",
+    ["--backend=sim", "--model=llama3-8b", "--pools=1xprefill:pp33,1xdecode"],
+    ["prefill0: 32 layers cannot be cut into 33 parts"],
   ),
   "pools on other devices": (
     "compare",
@@ -331,6 +356,15 @@ def test_more_devices_than_jax_has_are_refused(tmp_path):
   with pytest.raises(ValueError, match=rf"{too_many} devices asked for, but JAX sees"):
     check(config, tmp_path / "out")
   assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_pools_on_a_platform_that_is_not_here_are_refused(tmp_path, platform):
+  if platform == jax.default_backend():
+    pytest.skip(f"there is a {platform}")
+  config = load_config(QUICKSTART, ["model=tiny", f"pools=prefill@cpu,decode@{platform}"])
+  with pytest.raises(ValueError, match=f"pools on @{platform}, but JAX sees no {platform} here"):
+    check(config, tmp_path / "out")
 
 
 @pytest.mark.quick

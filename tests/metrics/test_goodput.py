@@ -103,6 +103,7 @@ def test_summary_is_json_with_the_agreed_keys(handoff_log):
     "num_preemptions",
     "prefix_hit_share",
     "handoff_bytes",
+    "handoff_bytes_ahead",
     "copy_s",
     "prefill_s",
     "phases",

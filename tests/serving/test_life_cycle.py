@@ -26,10 +26,10 @@ from pdjax.core.clock import VirtualClock, WallClock, to_ticks
 from pdjax.core.events import Arrived, Copied, EventLog, Failed, Finished, Preempted, Step
 from pdjax.core.request import Request, SamplingParams
 from pdjax.core.sequence import Sequence, State
+from pdjax.scheduling.hand_off import HandOff
 from pdjax.scheduling.policies import POLICIES
 from pdjax.scheduling.routing import ROLES, Conductor
 from pdjax.scheduling.scheduler import length_or_stop
-from pdjax.serving.cluster import HandOff
 from pdjax.serving.loop import Inbox, serve
 
 STRATEGIES = ("continuous", "chunked", "disaggregated")

@@ -9,7 +9,7 @@ from pdjax.core.clock import VirtualClock
 from pdjax.core.events import Copied, EventLog, Failed, Preempted, Step
 from pdjax.core.sequence import State
 from pdjax.metrics.latency import request_records
-from pdjax.serving.cluster import HandOff
+from pdjax.scheduling.hand_off import HandOff
 from pdjax.serving.loop import Inbox, serve
 from pdjax.sim.hardware import Link
 
@@ -230,8 +230,9 @@ def test_more_requests_share_a_decode_pool_that_grows_and_the_newest_are_compute
 @pytest.mark.parametrize(
   ("options", "message"),
   [
-    (dict(reservation="hope"), "reservation='hope' must be 'request' or 'prompt'"),
-    (dict(most_bytes=0), "most_bytes=0 must be at least 1"),
+    (dict(reservation="hope"), "hand_off.reservation='hope' must be 'request' or 'prompt'"),
+    (dict(most_bytes=0), "hand_off.most_bytes=0 must be at least 1"),
+    (dict(layer_groups=0), "hand_off.layer_groups=0 must be at least 1"),
   ],
 )
 def test_a_wrong_option_is_named(options, message):

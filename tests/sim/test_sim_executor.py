@@ -147,6 +147,12 @@ def test_a_chunk_alone_is_no_faster_in_a_pipeline_and_pays_for_the_way():
     assert step_s == 0.25 * 8 + 0.125 * (num_stages - 1)
 
 
+def test_a_short_step_waits_for_a_long_one_that_is_in_the_next_stage():
+  pool = pipeline(2)
+  assert pool.submit(plan(emits=(False,) * 4), 0.0).finish_s == 8.0  # 4 s in each stage
+  assert pool.submit(plan(emits=(False,)), 0.0).finish_s == 8.0 + 1.0
+
+
 def test_stages_of_unequal_layers_wait_for_the_longest():
   pool = pipeline(2, num_layers=5)  # 3 and 2
   ends_s = [pool.submit(plan(emits=(False,)), 0.0).finish_s for _ in range(3)]
