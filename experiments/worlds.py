@@ -437,6 +437,7 @@ class ProcessWorld(JaxWorld):
           uses=tuple(sorted(own)),
           group=_of_its_platform(group, uses),
           cores=self._cores[group],
+          layer_groups=config.hand_off.layer_groups if "gather" in own else 1,
         ),
         uids,
       )
