@@ -7,7 +7,9 @@ process, between pools of one size and of two. Parts: `gather` from pages to pie
 mesh to mesh (with the cuts at the source), `join` where a device of the target gets several parts,
 `scatter` into the target's cache; `whole` is one hand-off as the engine does it. A plain copy is a
 warmed `jax.device_put` of one contiguous array of equal bytes between two devices, measured in
-turn with the parts. Prints a table, writes `bench.json`. Takes half a minute on idle cores.
+turn with the parts. Pages also come to this process from another (`handoff_processes`), and are
+served as streams (`handoff_streams`). Prints tables, writes `bench.json`. Takes three minutes on
+idle cores.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from collections.abc import Callable, Iterable
 
 from absl import flags
 
-from experiments.program import main, out_folder, whole_file
+from experiments import handoff_processes, handoff_streams
+from experiments.program import Progress, main, out_folder, whole_file
 from pdjax.core.model_config import ModelConfig
 from pdjax.scheduling.pages import PageConfig
 
@@ -156,8 +159,14 @@ def run(out: pathlib.Path) -> int:
     "load_average": [load_average, os.getloadavg()[0]],  # before and after
     "date": time.strftime("%Y-%m-%d %H:%M"),
     "hand_offs": rows,
+    "between_processes": handoff_processes.measure_all(NUM_TOKENS),
   }
   print(table(result))
+  print(handoff_processes.table(result["between_processes"]), flush=True)
+  progress = Progress()
+  result["streamed"] = handoff_streams.measure_all(progress.update)
+  progress.done("measured: streams")
+  print(handoff_streams.table(result["streamed"]))
   out.mkdir(parents=True, exist_ok=True)
   with whole_file(out / "bench.json") as part:
     part.write_text(json.dumps(result, indent=2) + "\n")

@@ -4,9 +4,9 @@ A source makes an offer of pages it has gathered, which is plain data; a target 
 is fetched once at most, and forgotten by its source afterwards. `fetch` gives a payload as the
 target's own exports are (`JaxExecutor.pieces_like`), so what follows is an import like any other.
 
-On two cores of one machine a copy of 64 MB took 8 to 13 ms by shared memory that had been used
-before (50 ms when it was new), 65 to 75 ms by the transfer server, and 22 to 27 ms as a stream of
-loopback TCP.
+On two cores of one machine 64 MiB came at 6 to 8 GB/s by shared memory that had been used before
+(1.3 when it was new), at 0.3 to 1.0 by the transfer server, and at 2 to 3 as a stream of loopback
+TCP (jax 0.10, `experiments.bench_handoff`).
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def _write(view: np.ndarray, payload: Payload, layers: LayerRange, heads: tuple[
 
 # The transfer server ------------------------------------------------------------------------------
 
-NUM_SOCKETS = 4  # 1.3 GB/s of pages, against 0.9 by one (jax 0.11, two processes on two cores)
+NUM_SOCKETS = 4  # 1.3 GB/s, against 0.9 by one (256 MB, jax 0.11, two processes on two cores)
 
 
 class TransferServer:
