@@ -33,7 +33,9 @@ LAYERS, HEADS = 1, 2  # axes of pieces [2, L, K, positions, h]
 
 
 class Copies(Protocol):
-  """Any thread may call it."""
+  """Any thread may call it. `num_offers` counts those it holds memory for."""
+
+  num_offers: int
 
   def offer(self, uid: int, payload: Payload, split: Split) -> dict[str, Any]:
     """Offers pages to a pool that holds its own by `split`. May wait until they are gathered."""
@@ -160,6 +162,10 @@ class SharedMemory:
     self._offered: dict[int, _Segment] = {}
     self._spare: list[_Segment] = []  # forgotten; a target may still read
 
+  @property
+  def num_offers(self) -> int:
+    return len(self._offered)
+
   def offer(self, uid: int, payload: Payload, split: Split) -> dict[str, Any]:
     dtype = next((str(pieces.dtype) for pieces in payload.values()), "uint8")
     parts, num_bytes = [], 0
@@ -251,6 +257,8 @@ class TransferServer:
   target. A pull that was never offered, or from a process that is gone, stays pending for ever, and
   becomes ready when a connection breaks; so its ticket needs a time-out, and must be read.
   """
+
+  num_offers = 0  # the server's: it lets go of them by itself
 
   def __init__(self, host: str, offer_timeout_s: float):
     from jax.experimental import transfer  # has what only some builds of jaxlib have

@@ -165,6 +165,11 @@ class JaxExecutor:
     cuts_and_joins = (stage.reshard.num_traces for stage in self._stages)
     return sum(cuts_and_joins, collections.Counter(self.steps.num_traces))
 
+  @property
+  def num_kept(self) -> dict[str, int]:
+    """What it keeps of requests beside the cache: swapped out, and gathered for exports."""
+    return {"swapped": len(self._swapped), "gathered": len(self._gathered)}
+
   def _new_state(self):
     return jax.tree.map(
       lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), self._state_shapes

@@ -203,6 +203,7 @@ class Worker:
     self._waiters = concurrent.futures.ThreadPoolExecutor(MOST_WAITING, "wait")
     self._open: dict[int, float] = {}  # numbers not yet answered -> when they fail
     self._copy_timeout_s = setup.copy_timeout_s
+    self._num_warm = watch.num_compilations
 
   def serve(self) -> None:
     while True:
@@ -340,6 +341,22 @@ class Worker:
     }
     self._answer(number, value)
 
+  def _holds(self, number: int) -> None:
+    import jax
+
+    gc.collect()
+    arrays = jax.live_arrays()
+    value = {
+      "exports": len(self._exports),
+      "offers": self._copies.num_offers,
+      "open": len(self._open) - 1,  # this question itself
+      **self._executor.num_kept,
+      "arrays": len(arrays),
+      "array_bytes": sum(array.nbytes for array in arrays),
+      "late_compilations": self._watch.num_compilations - self._num_warm,
+    }
+    self._answer(number, value)
+
   def _top2_margin(self, number: int, *, token_ids: list[int]) -> None:
     self._answer(number, self._executor.top2_margin(token_ids))
 
@@ -355,6 +372,7 @@ class Worker:
         for handle in self._each_size(layers):
           self._cut(handle, from_plain(tuple[Split, ...], splits))
     self._executor.reset()
+    self._num_warm = self._watch.num_compilations
     self._answer(number)
 
   def _each_size(self, layers: LayerRange | None) -> Iterator[Handle]:
@@ -400,6 +418,7 @@ _VERBS = {
   "recover": Worker._recover,
   "reset": Worker._reset,
   "stats": Worker._stats,
+  "holds": Worker._holds,
   "top2_margin": Worker._top2_margin,
   "meet": Worker._meet,
 }

@@ -94,7 +94,9 @@ class _Asked:
 
 
 class RemoteExecutor:
-  """One pool in a process of its own. Its worker keeps the order of what it is asked.
+  """One pool in a process of its own, or one on each of its hosts.
+
+  Its worker keeps the order of what it is asked.
 
   `uids` numbers exports and offers: one counter for all pools that exchange pages, so that no
   number is used twice, whoever is started again. What the worker does not answer for
@@ -237,6 +239,7 @@ class RemoteExecutor:
       export_id=exported.export_id,
       uid=next(self._uids),
       split=self._known.split,
+      num_processes=len(self._known.parts),
     )
     return ticket
 
@@ -261,8 +264,23 @@ class RemoteExecutor:
     self._ask("reset", Answer(lambda data: None), self._step_timeout_s).result()
 
   def stats(self) -> dict[str, Any]:
-    """`num_traces` and `num_compilations` since the start, and the texts of all `warnings`."""
-    return self._ask("stats", Answer(dict), self._step_timeout_s).result()
+    """`num_traces` and `num_compilations` since the start, and the texts of all `warnings`.
+
+    Of all its processes together.
+    """
+    each = self._ask("stats", Answer(list), self._step_timeout_s).result()
+    return {
+      "num_traces": sum(stats["num_traces"] for stats in each),
+      "num_compilations": sum(stats["num_compilations"] for stats in each),
+      "warnings": [text for stats in each for text in stats["warnings"]],
+    }
+
+  def holds(self) -> dict[str, int]:
+    """What the worker keeps: exports, offers, numbers that are open, arrays. For leaks.
+
+    And `late_compilations`, those since its warm-up.
+    """
+    return self._ask("holds", Answer(dict), self._step_timeout_s).result()
 
   def top2_margin(self, token_ids: Sequence[int]) -> float:
     """As `JaxExecutor.top2_margin`; compiles when it is first asked."""
@@ -277,6 +295,7 @@ class RemoteExecutor:
     self._met = {
       "ranges": sorted({layers for other in others for layers in other.layer_groups}),
       "splits": sorted({other._known.split for other in others}),
+      "parts": sorted({other._known.parts for other in others}),
     }
     self._ask("meet", Answer(lambda data: None), START_TIMEOUT_S, **self._met).result()
 

@@ -5,9 +5,10 @@ the shared secret: each answers the other's challenge with an HMAC over both, so
 is never sent and an old answer proves nothing. Then messages go both ways. Nothing that a peer
 sends is executed.
 
-  to the worker, first     a `WorkerSetup`              -> lines of progress, then a `WorkerReady`
+  to the worker, first     a `WorkerPlace`, if it waited for its coordinator on another machine
+  to the worker, then      a `WorkerSetup`              -> lines of progress, then a `WorkerReady`
   to the worker, numbered  submit import recover reset  -> the number, and a result or an error
-                           offer meet stats top2_margin
+                           offer meet stats holds top2_margin
   to the worker            export drop                  (no answer: an offer says what went wrong)
 """
 
@@ -30,7 +31,7 @@ from pdjax.core.device_group import DeviceGroup
 from pdjax.scheduling.pages import PageConfig
 from pdjax.serving.executor import PageShape
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME_BYTES = 64 << 20  # a plan of a million prompt tokens is 8 MB
 MAX_HELLO_BYTES = 4096
 HELLO_TIMEOUT_S = 10.0
@@ -51,8 +52,7 @@ class WorkerSetup:
   `layer_groups` is into how many groups the layers of a stage are cut. `dtype` None is float32 on a
   CPU and bfloat16 elsewhere. `cores` pins the process to them, XLA's threads included; None lets it
   run anywhere. `copies` is how K and V come to other processes: by `shared_memory` of one machine,
-  or by the `transfer` server of JAX, whose sockets are bound to `host`. A copy that takes longer
-  than `copy_timeout_s` fails.
+  or by the `transfer` server of JAX. A copy that takes longer than `copy_timeout_s` fails.
 
   Raises:
     ValueError: an unknown way to copy, or a time-out that is not positive.
@@ -72,7 +72,6 @@ class WorkerSetup:
   check_weights: bool = False
   copies: str = "shared_memory"
   copy_timeout_s: float = 30.0
-  host: str = "127.0.0.1"
 
   def __post_init__(self):
     if self.copies not in ("shared_memory", "transfer"):
@@ -81,8 +80,25 @@ class WorkerSetup:
       raise ValueError(f"copy_timeout_s={self.copy_timeout_s} must be positive")
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPlace:
+  """What processes of a pool do not have in common: said to each before the setup, which they have.
+
+  `devices` are those that it has of its machine, by index. `host` is where other machines reach it:
+  the transfer server and `jax.distributed` are bound to it. It is the process `process_id` of
+  `num_processes`, which meet at `meet_at`, HOST:PORT of the first; None asks that one to choose.
+  """
+
+  devices: tuple[int, ...]
+  host: str = "127.0.0.1"
+  process_id: int = 0
+  num_processes: int = 1
+  meet_at: str | None = None
+
+
 LayerRange = tuple[int, int]  # [first, last)
-Split = tuple[tuple[LayerRange, tuple[tuple[int, int], ...]], ...]
+Heads = tuple[int, int]  # kv heads [first, last)
+Split = tuple[tuple[LayerRange, tuple[Heads, ...]], ...]
 """How a pool holds pages: for each stage its layers, and the kv heads [first, last) of each device.
 
 What another pool must know to cut pages for it."""
@@ -90,7 +106,10 @@ What another pool must know to cut pages for it."""
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReady:
-  """What a worker says of its pool once it is warm: the facts of an `Executor`, and its `Split`."""
+  """What a worker says of its pool once it is warm: the facts of an `Executor`, and its `Split`.
+
+  `parts` are the kv heads that each of its processes gives to others.
+  """
 
   vocab_size: int
   page_shape: PageShape
@@ -99,6 +118,7 @@ class WorkerReady:
   num_stages: int
   split: Split
   platform: str
+  parts: tuple[Heads, ...]
 
 
 class Connection:
@@ -110,6 +130,15 @@ class Connection:
     self._received = bytearray()
     sock.settimeout(SEND_TIMEOUT_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine may go without a word
+    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+      if hasattr(socket, option):
+        sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+  @property
+  def peer_host(self) -> str:
+    """The address of the peer's machine."""
+    return self._socket.getpeername()[0]
 
   def send(self, message: Message) -> None:
     """Sends one message whole.
@@ -160,7 +189,10 @@ class Connection:
   def _fill(self, num_bytes: int, timeout_s: float | None) -> bool:
     """Receives until so many bytes are there; False if nothing came for `timeout_s`."""
     poll = select.poll()  # not the socket's time-out, which is for those who send
-    poll.register(self._socket, select.POLLIN)
+    try:
+      poll.register(self._socket, select.POLLIN)
+    except ValueError as error:  # a closed socket has no file descriptor
+      raise OSError("the connection was closed at this end") from error
     while len(self._received) < num_bytes:
       if not poll.poll(None if timeout_s is None else 1e3 * timeout_s):
         return False
@@ -240,5 +272,16 @@ def connect(address: str, timeout_s: float = HELLO_TIMEOUT_S) -> Connection:
   Raises:
     OSError: nobody listens there.
   """
+  return Connection(socket.create_connection(split_address(address), timeout_s))
+
+
+def split_address(address: str) -> tuple[str, int]:
+  """Host and port of HOST:PORT.
+
+  Raises:
+    ValueError: it has another form.
+  """
   host, _, port = address.rpartition(":")
-  return Connection(socket.create_connection((host.strip("[]"), int(port)), timeout_s))
+  if not (host and port.isdecimal() and int(port) < 1 << 16):
+    raise ValueError(f"address={address!r} must be HOST:PORT")
+  return host.strip("[]"), int(port)

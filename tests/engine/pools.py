@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from virtual import run
 
-from pdjax.config import STRATEGIES
+from pdjax.config import STRATEGIES, parse_pools
 from pdjax.core.clock import WallClock
 from pdjax.core.events import EventLog
 from pdjax.core.request import Request, SamplingParams
@@ -20,6 +20,7 @@ from pdjax.engine.build import build_executors, warm_up
 from pdjax.engine.jax_executor import JaxExecutor
 from pdjax.engine.steps import Steps
 from pdjax.models.model import Model
+from pdjax.scheduling.hand_off import HandOff
 from pdjax.scheduling.pages import PageConfig
 from pdjax.scheduling.policies import POLICIES, make_policy
 from pdjax.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -74,15 +75,17 @@ def make_cluster(
   num_pages: int | None = None,
   shuffle=None,
   limits: Mapping[str, Any] | None = None,
+  hand_off: HandOff = HandOff(),
 ) -> Cluster:
-  """The pools of a strategy: one mixed pool, or a prefill and a decode pool.
+  """The pools of a strategy or a text: one mixed pool, or a prefill and a decode pool.
 
   `num_pages` lets the scheduler use only so many; `shuffle` is the seed that orders free pages;
   `limits` are more of the scheduler's.
   """
   pages = dataclasses.replace(engine.pages, num_pages=num_pages or engine.pages.num_pages)
   pools = []
-  for spec in STRATEGIES[strategy](2 if strategy == "disaggregated" else 1):
+  specs = parse_pools(strategy) if strategy not in STRATEGIES else None
+  for spec in specs or STRATEGIES[strategy](2 if strategy == "disaggregated" else 1):
     executor = engine.executors[spec.role == "decode"]
     executor.reset()
     policy = POLICIES[spec.policy]
@@ -96,7 +99,7 @@ def make_cluster(
     if shuffle is not None and not pages.contiguous:
       random.Random(shuffle).shuffle(scheduler.pages._free_pages)
     pools.append(Pool(spec.name, spec.role, scheduler, executor))
-  return Cluster(pools)
+  return Cluster(pools, hand_off=hand_off)
 
 
 def serve_all(cluster: Cluster, requests, **options) -> EventLog:

@@ -94,9 +94,10 @@ def here(tiny):
 def up(pools):
   """Both pools, empty, also after a test that ended one."""
   for executor in pools:
-    if not executor.is_up:
+    try:
+      executor.reset()
+    except PoolLost:  # perhaps it was killed a moment ago, and this is how it is noticed
       bring_back(executor)
-    executor.reset()
 
 
 def bring_back(executor):
