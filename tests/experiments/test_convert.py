@@ -186,6 +186,7 @@ def test_wrong_input_ends_with_one_message_and_writes_nothing(tmp_path, case):
   assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_nothing_that_opens_and_the_same_command_goes_on(tmp_path):
   config = dataclasses.replace(TINY, d_model=512, d_ff=8192, num_layers=6, vocab_size=40_000)
   ones = ((name, np.ones(shape)) for name, shape in param_shapes(config).items())

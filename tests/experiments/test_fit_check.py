@@ -79,6 +79,7 @@ def numbers(text: str, pattern: str) -> tuple[int, ...]:
   return tuple(map(int, (match,) if isinstance(match, str) else match))
 
 
+@pytest.mark.slow
 def test_the_largest_page_count_fits_and_one_page_more_does_not(capsys, plain_sampling):
   q = question(memory_bytes=6e6, asked=1000)
   assert run(q) == 0

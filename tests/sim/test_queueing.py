@@ -60,7 +60,12 @@ def waits_s(rho, policy, steps_in_flight):
 
 @pytest.mark.parametrize(
   ("rho", "policy", "steps_in_flight"),
-  [(0.3, "sarathi", 1), (0.6, "prefill_first", 1), (0.8, "sarathi", 1), (0.8, "prefill_first", 2)],
+  [
+    (0.3, "sarathi", 1),
+    pytest.param(0.6, "prefill_first", 1, marks=pytest.mark.slow),
+    pytest.param(0.8, "sarathi", 1, marks=pytest.mark.slow),
+    (0.8, "prefill_first", 2),
+  ],
 )
 def test_the_mean_wait_is_that_of_m_d_1(rho, policy, steps_in_flight):
   waits = waits_s(rho, policy, steps_in_flight)
