@@ -2,7 +2,7 @@
 
     python -m experiments.compare [--config=configs/quickstart.py] [--set a.b=c ...]
       [--strategies=continuous,chunked,disaggregated] [--pools=2xprefill:tp2,1xdecode:tp4]
-      [--backend=jax|sim] [--processes [--pin]] [--out=DIR]
+      [--backend=jax|sim] [--processes [--pin] | --hosts=configs/hosts.toml] [--out=DIR]
 
 Prints a table, the interference and a verdict, and under it the same strategies simulated for
 Llama-3-8B with as many pools of an A100 each (or --hardware), or with --pools as many devices.

@@ -54,13 +54,15 @@ def define_flags(default_config: str) -> None:
   flags.DEFINE_string("attention", None, "auto: the device's best kernels; xla; pallas")
   flags.DEFINE_bool("processes", None, "serve each pool in a process of its own")
   flags.DEFINE_bool("pin", None, "give each of these processes its own share of the cores")
+  flags.DEFINE_string("hosts", None, "serve on the hosts of a start-up file (configs/hosts.toml)")
   flags.DEFINE_bool("check_weights", None, "refuse weights that are NaN or infinite")
 
 
 def config_from_flags(**changes) -> ExperimentConfig:
   """The experiment that the flags name; `changes` are fields that a program sets itself."""
   config = load_config(FLAGS.config)
-  for name in ("model", "hardware", "backend", "attention", "check_weights", "processes", "pin"):
+  names = ("model", "hardware", "backend", "attention", "check_weights")
+  for name in (*names, "processes", "pin", "hosts"):
     if getattr(FLAGS, name) is not None:
       changes[name] = getattr(FLAGS, name)
   if FLAGS.pools is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import os
@@ -34,7 +35,9 @@ from pdjax.deployment import (
 )
 from pdjax.llm import open_model
 from pdjax.remote.executor import RemoteExecutor, start_all
-from pdjax.remote.protocol import WorkerSetup
+from pdjax.remote.hosts import call, read_hosts, start_on_hosts
+from pdjax.remote.process import WorkerProcess, start_process
+from pdjax.remote.protocol import ProtocolError, WorkerSetup
 from pdjax.scheduling.pages import PageConfig
 from pdjax.scheduling.scheduler import StepTime
 from pdjax.serving.executor import Executor, PageShape, PoolLost
@@ -422,6 +425,7 @@ class ProcessWorld(JaxWorld):
     config, uids = self._config, itertools.count()
     # Pages are exchanged, so all pools have one type: where a CPU takes part, that of the CPU.
     dtype = "float32" if any(group.hardware == "cpu" for group in uses) else None
+    copies = "shared_memory" if config.hosts is None else "transfer"
     self._executors = {
       group: RemoteExecutor(
         f"devices {','.join(map(str, group.devices))}",
@@ -438,8 +442,10 @@ class ProcessWorld(JaxWorld):
           group=_of_its_platform(group, uses),
           cores=self._cores[group],
           layer_groups=config.hand_off.layer_groups if "gather" in own else 1,
+          copies=copies,
         ),
         uids,
+        start=self._start_of(group),
       )
       for group, own in uses.items()
     }
@@ -448,13 +454,24 @@ class ProcessWorld(JaxWorld):
     (dtype,) = {executor.page_shape.dtype for executor in self._executors.values()}
     self.bytes_per_value = {"float32": 4, "bfloat16": 2}[dtype]
     self._describe(platforms)
-    how = ", pinned to cores of their own" if config.pin else ""
-    self.label += f", a process each pool{how}"
-    if "cpu" in platforms.values() and len(uses) > 1:
+    self.label += self._where()
+    if self._is_shared() and "cpu" in platforms.values() and len(uses) > 1:
       shared = "caches and memory" if config.pin else "cores and memory"
       self.caveats.insert(
         0, f"the pools' processes share the same {shared}, so a busy pool slows the others down"
       )
+
+  def _start_of(self, group: DeviceGroup) -> Callable[[], WorkerProcess]:
+    """What starts a process of the pool, and starts it again."""
+    return start_process
+
+  def _where(self) -> str:
+    pinned = ", pinned to cores of their own" if self._config.pin else ""
+    return f", a process each pool{pinned}"
+
+  def _is_shared(self) -> bool:
+    """Whether pools are on one machine."""
+    return True
 
   def executor(self, group: DeviceGroup) -> Executor:
     executor = self._executors[group]
@@ -472,6 +489,46 @@ class ProcessWorld(JaxWorld):
   def close(self) -> None:
     for executor in self._executors.values():
       executor.close()
+
+
+class HostsWorld(ProcessWorld):
+  """The devices of other machines, where workers wait, with a process for each pool on each.
+
+  The model lies at the same path there.
+  """
+
+  def __init__(self, config: ExperimentConfig, longest: tuple[int, int], context: int):
+    self._hosts, self._secret = read_hosts(pathlib.Path(config.hosts))
+    if config.num_devices > self._hosts.num_devices:
+      raise ValueError(
+        f"--hosts={config.hosts} lists {self._hosts.num_devices} devices, but the pools have "
+        f"{config.num_devices}: add hosts, or devices of a host"
+      )
+    self._parts = {spec.group: self._hosts.parts_of(spec.group) for spec in pools_of(config)}
+    super().__init__(config, longest, context)
+
+  def load(self) -> None:
+    super().load()
+    for address in {host.address for parts in self._parts.values() for host, _ in parts}:
+      try:
+        call(address, self._secret).close()
+      except ProtocolError as error:
+        raise ValueError(f"--hosts={self._config.hosts}: {error}") from error
+    self.processes = [
+      {"host": host.address, "devices": list(devices)}
+      for parts in self._parts.values()
+      for host, devices in parts
+    ]
+
+  def _start_of(self, group: DeviceGroup) -> Callable[[], WorkerProcess]:
+    return functools.partial(start_on_hosts, self._parts[group], self._secret)
+
+  def _where(self) -> str:
+    return f", on {len({process['host'] for process in self.processes})} hosts"
+
+  def _is_shared(self) -> bool:
+    hosts = [host for parts in self._parts.values() for host, _ in parts]
+    return len(set(hosts)) < len(hosts)
 
 
 def _of_its_platform(group: DeviceGroup, groups: Iterable[DeviceGroup]) -> DeviceGroup:
@@ -569,4 +626,6 @@ def make_world(config: ExperimentConfig, longest: tuple[int, int], context: int)
   """The world of an experiment whose decodes have `context` tokens on average."""
   if config.backend == "sim":
     return SimWorld(config, longest, context)
+  if config.hosts is not None:
+    return HostsWorld(config, longest, context)
   return (ProcessWorld if config.processes else JaxWorld)(config, longest, context)

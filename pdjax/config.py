@@ -242,7 +242,8 @@ class ExperimentConfig:
   kernels that are best on the device ("auto"), by Pallas kernels ("pallas", which a CPU interprets:
   slow, for tests), or by plain XLA ("xla"). `check_weights` refuses weights that are not finite,
   for a pass over them. `processes` serves each pool in a process of its own; `pin` gives each an
-  equal share of the cores.
+  equal share of the cores. `hosts` is the start-up file of machines that serve the pools instead of
+  this one (`pdjax/remote/hosts.py`).
   """
 
   model: str = "smollm2-135m"
@@ -255,6 +256,7 @@ class ExperimentConfig:
   check_weights: bool = False
   processes: bool = False
   pin: bool = False
+  hosts: str | None = None
   strategies: tuple[str, ...] = ("continuous", "chunked", "disaggregated")
   pools: str | None = None
   workload: WorkloadConfig
@@ -271,6 +273,8 @@ class ExperimentConfig:
       raise ValueError(f"processes=True goes with backend='jax', not {self.backend!r}")
     if self.pin and not self.processes:
       raise ValueError("pin=True pins processes to cores, so it goes with processes=True")
+    if self.hosts is not None:
+      self._check_hosts()
     check_attention(self.attention)
     if not self.strategies and self.pools is None:
       raise ValueError("strategies is empty; name at least one")
@@ -284,6 +288,12 @@ class ExperimentConfig:
       pick(STRATEGIES, name, "strategy")
     if len(set(self.strategies)) != len(self.strategies):
       raise ValueError(f"strategies={self.strategies} names one twice")
+
+  def _check_hosts(self) -> None:
+    if self.backend != "jax":
+      raise ValueError(f"hosts={self.hosts!r} goes with backend='jax', not {self.backend!r}")
+    if self.pin:
+      raise ValueError("pin=True pins processes of this machine, not those of hosts")
 
   def _check_devices_of_pools(self) -> None:
     num_devices = num_devices_of(parse_pools(self.pools))

@@ -163,7 +163,7 @@ def limits(spec: PoolSpec, options: SchedulerOptions, pages: PageConfig) -> Sche
   policy = POLICIES[policy_name(spec, options)]
   reservation = options.reservation or policy.reservation
   if spec.role == "decode":
-    reservation = "request"  # as what is handed over: nobody there is ever preempted
+    reservation = "request"  # of prompts it prefills itself; `HandOff` says it of those handed over
   changes = dict(decodes=spec.role != "prefill", reservation=reservation)
   if not policy.chunks:
     # Beside decodes of all rows there is still room for the longest prompt.

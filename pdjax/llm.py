@@ -447,7 +447,9 @@ class _Run:
   @property
   def is_busy(self) -> bool:
     """Whether a device still uses pages: those of cancelled requests are freed after that."""
-    return bool(self.cluster.transfers) or any(pool.in_flight for pool in self.cluster.pools)
+    cluster = self.cluster
+    is_copying = cluster.transfers or cluster.prefetches
+    return bool(is_copying) or any(pool.in_flight for pool in cluster.pools)
 
   def turn(self) -> None:
     """Goes through the loop once, and tells each call what that means for its requests.

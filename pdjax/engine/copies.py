@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pdjax.engine.transfer import Payload
-from pdjax.remote.protocol import LayerRange, Split, WorkerSetup
+from pdjax.remote.protocol import Heads, LayerRange, Split, WorkerSetup
 
 Like = Mapping[LayerRange, jax.ShapeDtypeStruct]
 LAYERS, HEADS = 1, 2  # axes of pieces [2, L, K, positions, h]
@@ -59,6 +59,21 @@ def split_of(like: Like) -> Split:
   return tuple(
     (layers, tuple(box[HEADS] for box in _boxes(pieces))) for layers, pieces in like.items()
   )
+
+
+def parts_of(like: Like) -> tuple[Heads, ...]:
+  """The kv heads that each process of a pool gives to others: together all, none twice."""
+  pieces = next(iter(like.values()))  # stages split them alike
+  devices = pieces.sharding.devices_indices_map(pieces.shape)
+  parts, at = [], 0
+  by_process = itertools.groupby(
+    zip(devices, _boxes(pieces), strict=True), key=lambda pair: pair[0].process_index
+  )
+  for _, own in by_process:  # heads that several have are given by the first of them
+    end = max(at, *(box[HEADS][1] for _, box in own))
+    parts.append((at, end))
+    at = end
+  return tuple(parts)
 
 
 def _boxes(pieces: jax.Array | jax.ShapeDtypeStruct) -> list[tuple[tuple[int, int], ...]]:
@@ -114,7 +129,7 @@ def _join(like: Like, parts: Sequence[jax.Array]) -> Payload:
     layers: jax.make_array_from_single_device_arrays(
       pieces.shape,
       pieces.sharding,
-      list(itertools.islice(left, pieces.sharding.num_devices)),
+      list(itertools.islice(left, len(pieces.sharding.addressable_devices))),
     )
     for layers, pieces in like.items()
   }
@@ -247,6 +262,7 @@ def _write(view: np.ndarray, payload: Payload, layers: LayerRange, heads: tuple[
 
 # The transfer server ------------------------------------------------------------------------------
 
+MOST_PARTS = 1 << 10  # of an offer
 NUM_SOCKETS = 4  # 1.3 GB/s, against 0.9 by one (256 MB, jax 0.11, two processes on two cores)
 
 
@@ -275,14 +291,37 @@ class TransferServer:
 
   def offer(self, uid: int, payload: Payload, split: Split) -> dict[str, Any]:
     parts = self.cut(payload, split)
-    if parts:  # the server takes a time of day, until when it keeps what nobody pulls
-      until = datetime.datetime.now() + datetime.timedelta(seconds=self._offer_timeout_s)
-      self._server.await_pull(uid, parts, timeout=until)
+    if parts:
+      self._await_pull(uid, 0, parts)
     return {"uid": uid, "address": self._server.address()}
+
+  def offer_each(self, uid: int, payload: Payload, split: Split) -> dict[str, Any]:
+    """As `offer`, where a pool has several processes: what this one gives, device by device."""
+    parts = self.cut_each(payload, split)
+    for number, _, part in parts:
+      self._await_pull(uid, number, [part])
+    heads_of = [(number, heads) for number, heads, _ in parts]
+    return {"uid": uid, "address": self._server.address(), "parts_of_each": heads_of}
+
+  def _await_pull(self, uid: int, number: int, parts: list[jax.Array]) -> None:
+    # The server takes a time of day, until when it keeps what nobody pulls.
+    until = datetime.datetime.now() + datetime.timedelta(seconds=self._offer_timeout_s)
+    self._server.await_pull(uid * MOST_PARTS + number, parts, timeout=until)
 
   def cut(self, payload: Payload, split: Split) -> list[jax.Array]:
     """A part for each device of the target, each on one device here."""
     return [self._part(payload, layers, heads) for layers, heads in _wanted(payload, split)]
+
+  def cut_each(self, payload: Payload, split: Split) -> list[tuple[int, Heads, jax.Array]]:
+    """For devices of the target, by number, what this process has of their heads."""
+    if not payload:
+      return []
+    own = parts_of(payload)[jax.process_index()]
+    return [
+      (number, both, self._part(payload, layers, both))
+      for number, (layers, heads) in enumerate(_wanted(payload, split))
+      if (both := _overlap(heads, own)) is not None
+    ]
 
   def _part(self, payload: Payload, layers: LayerRange, heads: tuple[int, int]) -> jax.Array:
     by_layers = []
@@ -314,7 +353,43 @@ class TransferServer:
     wanted = _on_each_device(like)
     if not wanted:
       return {}
-    return _join(like, self._connect(offer["address"]).pull(offer["uid"], wanted))
+    pulled = self._connect(offer["address"]).pull(offer["uid"] * MOST_PARTS, wanted)
+    return _join(like, pulled)
+
+  def fetch_each(self, offers: Sequence[Mapping[str, Any]], like: Like) -> Payload:
+    """As `fetch`, of what each process of a pool offered, for the devices of this process.
+
+    Waits for what has to be joined.
+    """
+    parts = []
+    for number, wanted, heads in _on_own_devices(like):
+      pulled, at = [], heads[0]
+      for first, last, who in sorted(
+        (*own, who)
+        for who, offer in enumerate(offers)
+        for of_number, own in offer["parts_of_each"]
+        if of_number == number
+      ):
+        server = self._connect(offers[who]["address"])
+        part = jax.ShapeDtypeStruct(
+          _with_heads(wanted.shape, (first, last)), wanted.dtype, sharding=wanted.sharding
+        )
+        pulled += server.pull(offers[who]["uid"] * MOST_PARTS + number, [part])
+        at = last if first == at else heads[1] + 1
+      if at != heads[1]:
+        raise ValueError(f"kv heads {heads} of a device are not what is offered: {offers}")
+      if len(pulled) > 1:
+        jax.block_until_ready(pulled)
+      parts.append(self._joined(pulled, HEADS))
+    return _join(like, parts)
+
+  def join_zeros(self, like: Like, parts: Sequence[Heads]) -> None:
+    """Compiles what `fetch_each` needs for pages from processes that give these heads."""
+    for _, wanted, heads in _on_own_devices(like):
+      found = filter(None, (_overlap(heads, part) for part in parts))
+      shapes = (_with_heads(wanted.shape, own) for own in found)
+      zeros = [jnp.zeros(shape, wanted.dtype, device=wanted.sharding) for shape in shapes]
+      self._joined(zeros, HEADS).block_until_ready()
 
   def _connect(self, address: str) -> Any:
     with self._lock:
@@ -326,7 +401,29 @@ class TransferServer:
     """The server lets go of what was pulled, and after a time of what was not."""
 
 
-def make_copies(setup: WorkerSetup) -> Copies:
+def _on_own_devices(like: Like) -> list[tuple[int, jax.ShapeDtypeStruct, Heads]]:
+  """What each device of this process holds of `like`, its number among all, and its heads."""
+  devices = [
+    (device, box[HEADS])
+    for pieces in like.values()
+    for device, box in zip(
+      pieces.sharding.devices_indices_map(pieces.shape), _boxes(pieces), strict=True
+    )
+  ]
+  return [
+    (number, wanted, heads)
+    for number, (wanted, (device, heads)) in enumerate(
+      zip(_on_each_device(like), devices, strict=True)
+    )
+    if device.process_index == jax.process_index()
+  ]
+
+
+def _with_heads(shape: tuple[int, ...], heads: Heads) -> tuple[int, ...]:
+  return (*shape[:HEADS], heads[1] - heads[0], *shape[HEADS + 1 :])
+
+
+def make_copies(setup: WorkerSetup, host: str = "127.0.0.1") -> Copies:
   if setup.copies == "shared_memory":
     return SharedMemory()
-  return TransferServer(setup.host, setup.copy_timeout_s)
+  return TransferServer(host, setup.copy_timeout_s)

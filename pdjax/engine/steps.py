@@ -111,6 +111,7 @@ class Steps:
     logits = self._model.unembed(params, hidden[inputs.sample_places])
     positions = inputs.batch.positions[inputs.sample_places] + 1
     sampled = sample(logits, inputs.sampling, positions, seen, inputs.sample_rows)
+    sampled = self._on_each_device(sampled)
     last_token = last_token.at[inputs.sample_rows].set(sampled.ids, mode="drop")
     return cache, last_token, seen, sampled
 
@@ -131,7 +132,15 @@ class Steps:
 
   def _logits(self, params, cache, inputs: StepInputs, hidden, layers: LayerRange):  # -> [R, V]
     hidden, _ = self._forward(params, cache, None, inputs, hidden, layers)
-    return self._model.unembed(params, hidden[inputs.sample_places])
+    return self._on_each_device(self._model.unembed(params, hidden[inputs.sample_places]))
+
+  def _on_each_device(self, values):
+    """All of them: a process can read only what its own devices have."""
+    mesh = self.attention.mesh
+    if mesh is None:
+      return values
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return jax.lax.with_sharding_constraint(values, whole)
 
   def _forward(self, params, cache, last_token, inputs: StepInputs, hidden, layers: LayerRange):
     batch = inputs.batch

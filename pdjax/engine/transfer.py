@@ -118,6 +118,8 @@ class Reshard:
     Never donates: `jax.device_put` with `donate=True` between meshes crashes (jax 0.10 to 0.12), so
     the source is freed by dropping the reference.
     """
+    if x.sharding == self._target:  # perhaps also with devices of other processes
+      return [x]
     sources, targets, plan = self._plan_of(x.sharding, x.shape)
     shard_on = {shard.device: shard.data for shard in x.addressable_shards}
     cut = [
@@ -133,8 +135,10 @@ class Reshard:
 
     So not before the parts are there: it would hold up every step behind the copy.
     """
-    _, _, plan = self._plan_of(like.sharding, like.shape)
     left = iter(parts)
+    if like.sharding == self._target:
+      return next(left)
+    _, _, plan = self._plan_of(like.sharding, like.shape)
     shards = [[next(left) for _ in taken] for taken in plan.takes]
     shards = [s[0] if len(s) == 1 else self._join(s, axis=plan.axis) for s in shards]
     return jax.make_array_from_single_device_arrays(like.shape, self._target, shards)

@@ -172,9 +172,9 @@ class Phases:
 
   queue_s: float  # arrival to the start of its first step
   prefill_s: float  # to its first token
-  handoff_wait_s: float  # to the start of its copy: the decode pool had no room
+  handoff_wait_s: float  # from its last token before to the start of its copy: there was no room
   copy_s: float
-  decode_s: float  # to its end
+  decode_s: float  # the rest: a preemption and what follows it, earlier copies too, are part of it
 
   @property
   def total_s(self) -> float:
@@ -186,14 +186,17 @@ def phases(record: RequestRecord) -> Phases | None:
   """The phases of a finished request; None for one that failed or is unfinished."""
   if record.finish_s is None:
     return None
-  first_s = record.token_s[0]
-  copied = record.copy_end_s is not None
+  wait_s = copy_s = 0.0
+  if record.copy_end_s is not None:
+    num_before = bisect.bisect_right(record.token_s, record.copy_start_s)
+    wait_s = record.copy_start_s - record.token_s[max(0, num_before - 1)]
+    copy_s = record.copy_s
   return Phases(
     queue_s=record.first_scheduled_s - record.arrival_s,
     prefill_s=record.prefill_s,
-    handoff_wait_s=record.copy_start_s - first_s if copied else 0.0,
-    copy_s=record.copy_s if copied else 0.0,
-    decode_s=record.finish_s - (record.copy_end_s if copied else first_s),
+    handoff_wait_s=wait_s,
+    copy_s=copy_s,
+    decode_s=record.finish_s - record.token_s[0] - wait_s - copy_s,
   )
 
 

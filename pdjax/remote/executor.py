@@ -239,7 +239,7 @@ class RemoteExecutor:
       export_id=exported.export_id,
       uid=next(self._uids),
       split=self._known.split,
-      num_processes=len(self._known.parts),
+      each=len(source._known.parts) > 1 or len(self._known.parts) > 1,
     )
     return ticket
 
@@ -294,8 +294,7 @@ class RemoteExecutor:
     """
     self._met = {
       "ranges": sorted({layers for other in others for layers in other.layer_groups}),
-      "splits": sorted({other._known.split for other in others}),
-      "parts": sorted({other._known.parts for other in others}),
+      "others": sorted({(other._known.split, other._known.parts) for other in others}),
     }
     self._ask("meet", Answer(lambda data: None), START_TIMEOUT_S, **self._met).result()
 

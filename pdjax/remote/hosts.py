@@ -142,7 +142,9 @@ def read_hosts(path: pathlib.Path) -> tuple[Hosts, str]:
   try:
     hosts = from_plain(Hosts, tomllib.loads(path.read_text()))
   except (TypeError, ValueError) as error:  # also of TOML
-    raise ValueError(f"{path} is no start-up file as pdjax/remote/hosts.py says: {error}") from error
+    raise ValueError(
+      f"{path} is no start-up file as pdjax/remote/hosts.py says: {error}"
+    ) from error
   return hosts, read_secret(path.parent / hosts.secret_file)
 
 
@@ -160,9 +162,7 @@ class HostProcesses:
   close = kill
 
 
-def start_on_hosts(
-  parts: Sequence[tuple[Host, tuple[int, ...]]], secret: str
-) -> HostProcesses:
+def start_on_hosts(parts: Sequence[tuple[Host, tuple[int, ...]]], secret: str) -> HostProcesses:
   """Calls the workers that wait on the hosts of a pool; returns when all have answered.
 
   Raises:
@@ -171,7 +171,7 @@ def start_on_hosts(
   with contextlib.ExitStack() as undo:
     connections = []
     for host, _ in parts:
-      connections.append(_call(host.address, secret))
+      connections.append(call(host.address, secret))
       undo.callback(connections[-1].close)
     meet_at = None
     for number, ((host, devices), connection) in enumerate(zip(parts, connections, strict=True)):
@@ -189,7 +189,12 @@ def start_on_hosts(
   return HostProcesses(connections)
 
 
-def _call(address: str, secret: str) -> Connection:
+def call(address: str, secret: str) -> Connection:
+  """A connection to a worker that waits at `address`, and a process of it that knows us.
+
+  Raises:
+    ProtocolError: nobody waits there, or who does is not ours.
+  """
   try:
     connection = connect(address)
   except OSError as error:
@@ -201,7 +206,7 @@ def _call(address: str, secret: str) -> Connection:
     greet(connection, secret, is_worker=False)
   except (ProtocolError, OSError) as error:
     connection.close()
-    raise ProtocolError(f"who waits at {address} was refused: {error}") from error
+    raise ProtocolError(f"who waits at {address} is not our worker: {error}") from error
   return connection
 
 

@@ -56,7 +56,7 @@ def start_process(*, timeout_s: float = 60.0) -> WorkerProcess:
     process = subprocess.Popen(
       [sys.executable, "-m", WORKER, f"--connect={host}:{port}"],
       stdin=subprocess.PIPE,
-      env={**os.environ, "PYTHONPATH": _python_path()},
+      env={**os.environ, "PYTHONPATH": python_path()},
     )
     try:
       with process.stdin as pipe:
@@ -89,7 +89,7 @@ def _accept(listener, secret: str, process: subprocess.Popen, timeout_s: float) 
   )
 
 
-def _python_path() -> str:
+def python_path() -> str:
   """Where the worker finds this very pdjax."""
   root = str(pathlib.Path(pdjax.__file__).parent.parent)
   return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])

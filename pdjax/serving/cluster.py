@@ -84,6 +84,7 @@ class Transfer:
   begun: collections.deque[tuple[int, int]] = dataclasses.field(default_factory=collections.deque)
   due: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
   is_whole: bool = False  # the last part was sent
+  is_held: bool = False  # there is something to send, when others have arrived
   num_tokens: int = 0  # sent, and their bytes
   num_bytes: int = 0
   num_bytes_ahead: int = 0  # while the prompt was prefilled
@@ -103,6 +104,8 @@ class Transfer:
     """Whether nobody will use it: nothing more is sent."""
     if self.error is not None or self.is_source_lost or self.is_target_lost:
       return True
+    if self.is_ahead and self.source.role != "prefill":
+      return True  # it keeps its sequences now
     owned = State.RUNNING if self.is_ahead else State.MOVING
     return self.seq.state is not owned or self.seq.generation != self.generation
 
@@ -171,6 +174,11 @@ class Cluster:
     """The pools that prefill pools may hand over to, those that are down only where no other is."""
     return _best([p for p in self.pools if p.role == "decode" and p.next_role is None])
 
+  @property
+  def decode_later(self) -> list[Pool]:
+    """The pools that are or will be for decode: hand-offs can wait for them."""
+    return self.decode or _best([p for p in self.pools if p.next_role == "decode"])
+
   def refusal(self, request: Request) -> str | None:
     """Why `request` can never be served here, or None."""
     for pool in self.pools:
@@ -181,7 +189,7 @@ class Cluster:
           bad = lowest if lowest < 0 else highest
           return f"token id {bad} is outside the vocabulary [0, {vocab_size})"
     # Any entry pool may be routed to, and any decode pool may be picked: all must do.
-    entry, decode = self.entry, self.decode
+    entry, decode = self.entry, self.decode_later
     if not entry:
       return "no pool that could prefill it is left"
     if request.sampling.max_tokens <= 1:
@@ -225,11 +233,17 @@ class Cluster:
       return "it was not made to change its role"
     if pool.is_gone:
       return "it is gone"
-    roles = [role if p is pool else p.next_role or p.role for p in self.pools if not p.is_gone]
+    others = [p for p in self.pools if p is not pool and not p.is_gone]
     try:
-      check_roles(roles)
+      check_roles([role, *(p.next_role or p.role for p in others)])
     except ValueError as error:
       return str(error)
+    # One that is drained of what it prefilled must be able to hand it over, or never is.
+    takes = any(p.role == "decode" and p.next_role is None for p in others)
+    if role != "decode" and pool.role == "decode" and not takes:
+      prefilling = [p.name for p in others if p.role == "prefill"]
+      if prefilling:
+        return f"{', '.join(prefilling)} can hand over to no other pool yet"
     return None
 
   def is_drained(self, pool: Pool) -> bool:
@@ -315,10 +329,14 @@ class Cluster:
 
     As late as will do, since what it reserves lies idle until the prompt is prefilled: if the rest
     of the prompt, after this step, takes less than twice as long as to copy all that is there then.
-    Nobody knows: at once.
+    Nobody knows: at once. Never for a prompt that may yet wait for pages: those who have them may
+    wait for what it reserved.
     """
     scheduler = source.scheduler
-    has_pages = seq.num_computed_tokens >= scheduler.pages.config.page_size
+    page_size = scheduler.pages.config.page_size
+    if scheduler.pages.num_missing(seq.row, seq.num_prefill_tokens):
+      return False
+    has_pages = seq.num_computed_tokens >= page_size
     if seq.request.sampling.max_tokens <= len(seq.output_ids) + 1 or not (
       has_pages or len(source.executor.layer_groups) > 1
     ):
@@ -332,13 +350,20 @@ class Cluster:
     )
     return left_s <= 2 * self.copy_s_per_token * done
 
-  def may_send(self, target: Pool, num_bytes: int) -> bool:
-    """Whether so much more may be on its way there."""
+  def may_send(self, transfer: Transfer, coming: Seq[float]) -> bool:
+    """Whether parts of so many bytes may join those on their way to the same pool.
+
+    Not past a sequence that is held up there: in the order of `transfers`, streams last.
+    """
     most = self.hand_off.most_bytes
-    under_way = [
-      part.handle.num_bytes for t in self.transfers if t.target is target for part in t.parts
-    ]
-    return most is None or not under_way or sum(under_way) + num_bytes <= most
+    if most is None:
+      return True
+    others = [t for t in self.transfers if t.target is transfer.target]
+    first = others if transfer.is_ahead else others[: others.index(transfer)]
+    if any(t.is_held and not t.is_ahead and not t.is_abandoned for t in first):
+      return False
+    parts = [*coming, *(part.handle.num_bytes for t in others for part in t.parts)]
+    return len(parts) <= 1 or sum(parts) <= most
 
   def check(self) -> None:
     """Raises AssertionError unless every pool adds up and every sequence is in one place."""

@@ -108,7 +108,8 @@ class Inbox:
   def change_role(self, pool: str, role: str, at_s: float = 0.0) -> None:
     """Asks a pool to take another role from `at_s` on, or from the next turn on.
 
-    It is drained first. What became of it is in the log (`PoolChanged`).
+    It is drained first. What became of it is in the log (`PoolChanged`). A closed inbox that has no
+    request left does not wait for it.
     """
     with self._lock:
       self._push(at_s, _ChangeRole(pool=pool, role=role))
@@ -151,6 +152,8 @@ class Inbox:
     heapq.heappush(self._heap, (time_s, next(self._order), message))
 
   def _counts(self, message: _Message) -> bool:
+    if isinstance(message, _ChangeRole):
+      return self.is_open or bool(self._arrival_s)  # else nobody would see what it changes
     return not isinstance(message, _End) or message.request_id in self._arrival_s
 
 
@@ -365,7 +368,7 @@ class _Loop:
     for transfer in self.cluster.transfers:
       self._send(transfer, turn)
     outbox = self.cluster.outbox
-    while outbox and not self.cluster.decode:
+    while outbox and not self.cluster.decode_later:
       source, seq = outbox.popleft()
       source.scheduler.drop(seq.request_id)
       self._fail(seq.request_id, source, "no decode pool is left", turn)
@@ -408,7 +411,8 @@ class _Loop:
       if end <= start and not is_last:
         return
       handle = self._handle(transfer, start, end, layers, is_last=is_last)
-      if not self.cluster.may_send(transfer.target, _num_bytes(source, handle)):
+      transfer.is_held = not self.cluster.may_send(transfer, [_num_bytes(source, handle)])
+      if transfer.is_held:
         return
       self._send_part(transfer, handle, turn)
       if layers is not None:
@@ -483,12 +487,11 @@ class _Loop:
       start = stream.num_begun_tokens
       end, is_end = ends[stream.seq.request_id]
       end = end if is_end else end // page_size * page_size
-      num_bytes = sum(
-        _num_bytes(pool, self._handle(stream, start, end, layers, is_last=False))
-        for layers in groups
-      )
-      if groups and end > start and self.cluster.may_send(stream.target, num_bytes):
-        handles = [self._handle(stream, start, end, layers, is_last=False) for layers in groups]
+      if end <= start:
+        continue
+      handles = [self._handle(stream, start, end, layers, is_last=False) for layers in groups]
+      coming = [handle for other, handle in begun if other.target is stream.target] + handles
+      if self.cluster.may_send(stream, [_num_bytes(pool, handle) for handle in coming]):
         begun += [(stream, handle) for handle in handles]
     return begun
 
@@ -628,12 +631,14 @@ class _Loop:
 
   def _commit_part(self, transfer: Transfer, part: Part, turn: Turn) -> None:
     transfer.parts.remove(part)
-    error = self._copy_error(part.ticket, transfer.source, transfer.target, turn)
-    transfer.source.executor.drop(part.handle)
+    was_abandoned, source = transfer.is_abandoned, transfer.source
+    error = self._copy_error(part.ticket, source, transfer.target, turn)
+    source.executor.drop(part.handle)
     if error is None:
-      num_tokens = part.handle.num_bytes / transfer.source.executor.bytes_per_token
-      self.cluster.note_copy(num_tokens, turn.now_s - part.start_s)
-    elif transfer.error is None:
+      if part.handle.layers in (None, source.executor.layer_groups[-1]):  # others await their step
+        num_tokens = part.handle.num_bytes / source.executor.bytes_per_token
+        self.cluster.note_copy(num_tokens, turn.now_s - part.start_s)
+    elif not was_abandoned:  # else it may have failed for that: whoever broke a cache pays for it
       transfer.error = error
 
   def _close_transfers(self, turn: Turn) -> None:
@@ -753,8 +758,9 @@ class _Loop:
         is_up = pool.executor.is_up
       except PoolLost as error:
         self._lose_pool(pool, str(error), turn)
-        pool.is_gone = True
+        pool.is_gone, pool.next_role = True, None
         self._log_pool(pool, f"gone: {error}", turn)
+        self._keep_roles(turn)
         self._move_queue(pool, turn)
         continue
       if not is_up:
@@ -775,7 +781,9 @@ class _Loop:
 
   def _move_queue(self, pool: Pool, turn: Turn) -> None:
     """Queues elsewhere what waits in a pool that will not prefill it, in the same order."""
-    for seq in pool.scheduler.withdraw(pool.scheduler.waiting.values()):
+    queue = pool.scheduler.withdraw(pool.scheduler.waiting.values())
+    preempted = [seq for seq in queue if seq.state is State.PREEMPTED]  # each goes to the front
+    for seq in [*reversed(preempted), *queue[len(preempted) :]]:
       self._queue_again(pool, seq, turn)
 
   def _begin_change(self, change: _ChangeRole, turn: Turn) -> None:
@@ -797,6 +805,15 @@ class _Loop:
     elif change.role != (pool.next_role or pool.role):
       pool.next_role = change.role if change.role != pool.role else None
       self._log_pool(pool, f"asked to be {change.role}", turn)
+
+  def _keep_roles(self, turn: Turn) -> None:
+    """Takes back changes that the pools which are left cannot do without."""
+    for pool in self.cluster.pools:
+      if pool.next_role is not None:
+        refusal = self.cluster.why_not(pool, pool.next_role)
+        if refusal is not None:
+          pool.next_role = None
+          self._log_pool(pool, f"it stays {pool.role}: {refusal}", turn)
 
   def _change_roles(self, turn: Turn) -> None:
     """Asks the planner, and lets those pools change that are drained."""
@@ -830,7 +847,7 @@ class _Loop:
     self._log_pool(pool, f"it is {role} now", turn)
     if role == "prefill":
       for seq in list(scheduler.decoding.values()):
-        if seq.output_ids:  # else it leaves with its first token
+        if seq.num_computed_tokens >= seq.num_prefill_tokens:  # else it leaves with its next token
           self._leave(pool, seq)
 
   def _log_pool(self, pool: Pool, reason: str, turn: Turn) -> None:

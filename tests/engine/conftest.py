@@ -59,7 +59,7 @@ def tiny_paged(tiny):
   return _tiny_engine(tiny, "paged")
 
 
-@pytest.fixture(scope="session", params=["slots", "paged"])
+@pytest.fixture(scope="session", params=[pytest.param("slots", marks=pytest.mark.slow), "paged"])
 def tiny_pallas(tiny, request):
   """Attention and page writes by the Pallas kernels, interpreted."""
   return _tiny_engine(tiny, request.param, "pallas")

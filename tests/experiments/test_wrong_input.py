@@ -50,6 +50,8 @@ FILES = {
   "no_function.py": "x = 1\n",
   "garbage.gguf": "this is no model",
   "a_file": "",
+  "hosts.toml": 'secret_file = "a_file"\n[[hosts]]\naddress = "10.0.0.1:7001"\n',
+  "hosts_without_port.toml": 'secret_file = "a_file"\n[[hosts]]\naddress = "10.0.0.1"\n',
 }
 
 # name: (program, arguments, what the message must hold)
@@ -132,6 +134,32 @@ CASES = {
   "link": ("compare", ["--set", "link=nvlnk"], ["'nvlnk'", "did you mean nvlink"]),
   "link rate": ("compare", ["--set", "link=0gbps"], ["'0gbps'", "10gbps"]),
   "backend": ("compare", ["--backend=gpu"], ["backend='gpu' must be 'jax' or 'sim'"]),
+  "hosts to simulate": (
+    "compare",
+    ["--backend=sim", "--hosts=hosts.toml"],
+    ["hosts='hosts.toml' goes with backend='jax'"],
+  ),
+  "hosts pinned from here": (
+    "compare",
+    ["--hosts=hosts.toml", "--processes", "--pin"],
+    ["pin=True pins processes of this machine"],
+  ),
+  "no start-up file": ("run", ["--model=tiny", "--hosts=none.toml"], ["none.toml"]),
+  "a start-up file of another form": (
+    "compare",
+    ["--model=tiny", "--hosts=empty.csv"],
+    ["empty.csv is no start-up file", "pdjax/remote/hosts.py"],
+  ),
+  "hosts without a port": (
+    "compare",
+    ["--model=tiny", "--hosts=hosts_without_port.toml"],
+    ["'10.0.0.1' must be HOST:PORT"],
+  ),
+  "a secret that is none": (
+    "compare",
+    ["--model=tiny", "--hosts=hosts.toml"],
+    ["a_file", "others can read the secret: chmod 600"],
+  ),
   "name to set": (
     "compare",
     ["--set", "sheduler.token_budget=64"],

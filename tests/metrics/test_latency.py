@@ -94,6 +94,26 @@ def test_a_handed_off_request_has_five_phases(handoff_log):
   assert records[0].itl_s == (2.0, 1.0)  # the gap to the second token includes wait and copy
 
 
+def test_what_is_decoded_before_a_copy_is_no_wait_for_it(make_step, make_arrival):
+  """In a pool that turned to prefill, or in a decode pool whose pages ran out."""
+  copy = dict(request_id=7, target="d", num_tokens=4, num_bytes=8)
+  log = [
+    make_arrival(0.0, 7, 4, 5, pool="p"),
+    make_step("p", 0, 1.0, 2.0, prefill=((7, 0, 4),), emits=(7,)),
+    Copied(source="p", start_s=2.5, end_s=3.0, **copy),
+    make_step("d", 0, 3.0, 6.0, decode=((7, 4),), emits=(7,)),
+    make_step("p", 1, 7.0, 8.0, prefill=((7, 0, 5),), emits=(7,)),
+    Copied(source="p", start_s=8.25, end_s=9.0, **copy),
+    make_step("d", 1, 9.0, 10.0, decode=((7, 6),), emits=(7,)),
+    Finished(time_s=10.0, request_id=7, pool="d", reason="length"),
+  ]
+  record = request_records(log)[7]
+  parts = phases(record)
+  assert (parts.handoff_wait_s, parts.copy_s, record.copy_bytes) == (0.25, 0.75, 16)
+  assert parts.decode_s == (8.0 - 2.0) + (10.0 - 9.0)
+  assert parts.total_s == record.e2e_s
+
+
 def test_without_a_copy_the_handoff_phases_are_zero(handoff_log):
   record = request_records(handoff_log)[2]
   parts = phases(record)

@@ -38,6 +38,7 @@ READY = WorkerReady(
   num_stages=1,
   split=(((0, 4), ((0, 1),)),),
   platform="cpu",
+  parts=((0, 1),),
 )
 HANDLE = Handle(
   request_id=7,

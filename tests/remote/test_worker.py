@@ -134,7 +134,9 @@ def read(executor, here, page_ids):
 def offer_of(executor, exported):
   ask = dict(export_id=exported.payload.export_id, uid=next(executor._uids))
   split = (((0, 4), ((0, 2),)),)
-  return executor._ask("offer", Answer(dict), 10.0, **ask, split=split).result()
+  answer = executor._ask("offer", Answer(list), 10.0, **ask, split=split, each=False)
+  (offer,) = answer.result()
+  return offer
 
 
 def prefill(executor, seed=0):
@@ -310,7 +312,7 @@ def test_an_offer_of_a_worker_that_has_ended_is_never_used(pools, here):
 def take(target, offer):
   """Tells a worker to take what somebody is said to offer."""
   handle = dataclasses.asdict(hand_over())
-  ask = dict(handle=handle, row=0, page_ids=(0, 1, 2), offer=offer)
+  ask = dict(handle=handle, row=0, page_ids=(0, 1, 2), offer=[offer])
   return target._ask("import", Answer(lambda data: data), 30.0, **ask)
 
 

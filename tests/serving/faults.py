@@ -144,10 +144,12 @@ class FaultyExecutor(ChecksumExecutor):
     if isinstance(handle.payload, float):
       return FailingTicket(finish_s=max(now_s, handle.payload), error=Fault("gather"))
     ticket = super().import_(handle, row=row, page_ids=page_ids, now_s=now_s)
-    if self._takes("copy"):
+    was_lost = self._is_lost
+    if self._takes("copy") or was_lost:
       self._copies.pop()
       self._is_lost = self._donates
-      return FailingTicket(finish_s=ticket.finish_s, error=Fault("copy"))
+      error = Fault("copy before" if was_lost else "copy")
+      return FailingTicket(finish_s=ticket.finish_s, error=error)
     for slow, wait_s in (("slow copy", SLOW_S), ("endless copy", math.inf)):
       if self._takes(slow):
         end_s = ticket.finish_s + wait_s

@@ -3,6 +3,7 @@
 import collections
 
 import pytest
+from serving.faults import make_faulty
 from virtual import expected, make_cluster, make_pool, make_requests, run, tokens_of
 
 from pdjax.core.events import Arrived, Copied, Failed, Finished, Step
@@ -31,6 +32,24 @@ def test_an_import_that_cannot_begin_fails_its_request_alone_and_frees_both_pool
   assert failure.request_id == 2 and "no route to peer" in failure.reason
   tokens, want = tokens_of(log), expected(requests)
   assert tokens.pop(2) == want.pop(2)[:1] and tokens == want
+
+
+def test_a_copy_that_takes_the_cache_along_fails_its_request_and_not_those_copied_behind_it():
+  requests = make_requests(6, seed=11, rate_rps=1e6, prompt=(10, 12), output=(5, 6))
+  cluster = make_faulty(make_cluster("disaggregated"), donates=True, latency_s=0.1)
+  cluster.decode[0].executor.armed.add("copy")
+  most = [0]
+
+  def count(turn):
+    most[0] = max(most[0], len(cluster.transfers))
+
+  log = run(cluster, requests, each_turn=count)
+  assert most[0] > 1
+  (failure,) = [e for e in log if isinstance(e, Failed)]
+  assert "Fault('copy')" in failure.reason
+  tokens, want = tokens_of(log), expected(requests)
+  del tokens[failure.request_id], want[failure.request_id]
+  assert tokens == want
 
 
 @pytest.mark.parametrize("num_cancels", [1, 2, 3])

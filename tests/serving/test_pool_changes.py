@@ -7,6 +7,7 @@ from virtual import expected, make_cluster, make_requests, run, tokens_of
 from pdjax.core.clock import VirtualClock
 from pdjax.core.costs import StepCounts
 from pdjax.core.events import Copied, EventLog, Failed, PoolChanged, Preempted, Step
+from pdjax.core.sequence import State
 from pdjax.scheduling.planner import SlackPlanner, make_planner
 from pdjax.serving.loop import Inbox, serve
 
@@ -88,6 +89,28 @@ def test_gone_for_good_its_requests_fail_only_where_nobody_else_can_serve_them()
   assert failures and all("no pool that could prefill it is left" in r for r in failures)
 
 
+@pytest.mark.parametrize("name", ["mixed0", "mixed1"])
+def test_what_a_lost_pool_had_queued_keeps_its_order(name):
+  """Preempted sequences oldest first, then those that never ran."""
+  requests = make_requests(30, seed=80, rate_rps=1e6, prompt=(8, 12), output=(20, 30))
+  cluster = make_faulty(make_cluster("2xmixed", num_pages=24, pages_per_row=24), donates=False)
+  (pool,) = [p for p in cluster.pools if p.name == name]
+  (other,) = [p for p in cluster.pools if p is not pool]
+  queued, moved = [], []
+
+  def kill_when_two_were_preempted(turn):
+    states = [seq.state for seq in pool.scheduler.waiting.values()]
+    if not queued and states.count(State.PREEMPTED) > 1:
+      queued.extend(pool.scheduler.waiting)
+      pool.executor.kill()
+    elif queued and not moved:
+      moved.extend(i for i in other.scheduler.waiting if i in queued)
+
+  log = run(cluster, requests, each_turn=kill_when_two_were_preempted)
+  assert tokens_of(log) == expected(requests)
+  assert queued and moved == queued
+
+
 # Another role -------------------------------------------------------------------------------------
 
 
@@ -130,6 +153,70 @@ def test_a_mixed_pool_that_turns_to_prefill_hands_over_what_it_decodes():
   lengths = {r.request_id: r.num_prompt_tokens for r in requests}
   assert moved and all(e.num_tokens > lengths[e.request_id] for e in moved)
   assert not [e for e in log if isinstance(e, Preempted)]
+
+
+def test_what_is_computed_again_when_its_pool_turns_to_prefill_goes_on_with_the_right_token():
+  requests = make_requests(20, seed=0, rate_rps=1e6, prompt=(4, 12), output=(20, 30))
+  options = dict(budget=16, num_rows=12, num_pages=20)
+  log = list(run(make_cluster("1xmixed,1xprefill,1xdecode", **options), requests))
+  preempted = [e for e in log if isinstance(e, Preempted) and e.pool == "mixed0"]
+  assert preempted
+  for event in preempted:
+    again = next(
+      e
+      for e in log
+      if isinstance(e, Step)
+      and e.pool == "mixed0"
+      and e.start_s >= event.time_s
+      and event.request_id in e.prefill_ids
+      and event.request_id in e.emitted_ids
+    )
+    at_s = (again.start_s + again.end_s) / 2  # while its last chunk is in flight
+    cluster = make_cluster("1xmixed,1xprefill,1xdecode", **options)
+    assert tokens_of(run_changing(cluster, requests, (at_s, "mixed0", "prefill"))) == expected(
+      requests
+    )
+
+
+def test_streams_of_a_pool_that_prefills_no_more_are_given_up():
+  """They would copy on for as long as their sequences decode where they are."""
+  requests = make_requests(8, seed=1, rate_rps=1e6, prompt=(30, 60), output=(30, 40))
+  streamed = set()
+  for at_s in (0.02, 0.04, 0.06):
+    cluster = make_cluster(FOUR, budget=12, num_rows=12, num_pages=300)
+    (pool,) = [p for p in cluster.pools if p.name == "prefill0"]
+
+    def note(turn, cluster=cluster, pool=pool):
+      is_streaming = any(t.is_ahead and t.source is pool and not t.parts for t in cluster.transfers)
+      streamed.add((pool.role, is_streaming))
+
+    log = run_changing(cluster, requests, (at_s, "prefill0", "mixed"), each_turn=note)
+    assert tokens_of(log) == expected(requests)
+  assert ("prefill", True) in streamed and ("mixed", True) not in streamed
+
+
+def test_the_last_decode_pool_that_is_left_stays_one():
+  requests = make_requests(30, seed=1, rate_rps=100.0, prompt=(10, 40), output=(25, 30))
+  cluster = make_faulty(
+    make_cluster("1xprefill,2xdecode", num_rows=8), donates=False, latency_s=0.05
+  )
+  decode0, decode1 = cluster.decode
+
+  def kill(turn):
+    if decode1.next_role and not decode0.is_gone:
+      decode0.executor.kill(for_good=True)
+
+  log = run_changing(cluster, requests, (0.1, "decode1", "prefill"), each_turn=kill)
+  assert tokens_of(log) == expected(requests)
+  reasons = [reason for name, reason in changes(log) if name == "decode1"]
+  assert reasons[0] == "asked to be prefill" and reasons[1].startswith("it stays decode: prefill")
+
+
+def test_a_run_does_not_wait_for_changes_that_nobody_would_see():
+  requests = make_requests(3, seed=81)
+  clock = VirtualClock()
+  log = run_changing(make_cluster(FOUR), requests, (1e3, "decode1", "mixed"), clock=clock)
+  assert tokens_of(log) == expected(requests) and clock.now_s() < 10 and not changes(log)
 
 
 def test_there_and_back_again():

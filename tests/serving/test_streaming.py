@@ -1,6 +1,7 @@
 """KV caches that are sent while their prompts are prefilled yet, and how much may be under way."""
 
 import collections
+import dataclasses
 
 import pytest
 from virtual import expected, make_cluster, make_requests, run, tokens_of
@@ -162,6 +163,68 @@ def test_no_more_bytes_are_under_way_than_may_be(most_bytes, layer_groups):
   log = run(cluster, requests, each_turn=count)
   assert tokens_of(log) == expected(requests) and len(copies_of(log)) == 16
   assert max(counts) == 1 if most_bytes == 1 else max(counts) > 1 or most_bytes == 64
+
+
+@pytest.mark.parametrize("most_bytes", [64, 100, 200])
+def test_nor_where_a_step_sends_several_prompts_by_their_layers(most_bytes):
+  requests = make_requests(40, seed=57, rate_rps=500.0, prompt=(4, 20), output=(2, 6))
+  hand_off = HandOff(most_bytes=most_bytes)
+  cluster = streaming(hand_off=hand_off, layer_groups=GROUPS, num_rows=12, budget=60)
+
+  def never_more(turn):
+    parts = [part.handle.num_bytes for t in cluster.transfers for part in t.parts]
+    assert len(parts) <= 1 or sum(parts) <= most_bytes
+
+  log = run(cluster, requests, each_turn=never_more)
+  assert tokens_of(log) == expected(requests)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_large_cache_is_not_passed_for_ever_by_small_ones(streams):
+  """The link is always busy, and nothing else fits beside the large one."""
+  small = make_requests(100, seed=61, rate_rps=100.0, prompt=(8, 8), output=(2, 2))
+  (large,) = make_requests(1, seed=62, prompt=(60, 60), output=(3, 3))
+  large = dataclasses.replace(large, request_id=1000, arrival_s=0.2)
+  cluster = make_cluster(
+    "disaggregated",
+    link=Link(name="slow", latency_s=0.0, bytes_per_s=64 / 11e-3),
+    hand_off=HandOff(streams=streams, most_bytes=200),
+    num_rows=30,
+    num_pages=300,
+    budget=30,
+  )
+  log = run(cluster, [*small, large])
+  records = request_records(log)
+  arrived = sorted(records.values(), key=lambda r: r.token_s[0])
+  started_s = [r.copy_start_s for r in arrived]
+  assert started_s == sorted(started_s)
+  assert arrived[-1].request_id != 1000 and max(started_s) - started_s[0] > 0.5
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_stream_never_waits_for_pages_of_those_that_wait_for_it(streams):
+  """Where prompts take pages as they grow, a short one overtakes a long one in progress."""
+  limits = dict(reservation="chunk", long_prompt_tokens=16, long_prompt_share=0.5)
+  for seed in range(12):
+    requests = make_requests(10, seed=seed, rate_rps=1e6, prompt=(4, 44), output=(3, 4))
+    cluster = make_cluster(
+      CHUNKS,
+      hand_off=HandOff(streams=streams),
+      num_pages=12,
+      pages_per_row=12,
+      num_rows=4,
+      watermark=0.0,
+      limits=limits,
+    )
+    log = run(cluster, requests)
+    assert tokens_of(log) == expected(requests)
+
+
+def test_how_long_copies_take_is_told_without_the_steps_that_some_wait_for():
+  requests = make_requests(1, seed=63, prompt=(64, 64), output=(2, 2))
+  cluster = streaming(layer_groups=GROUPS)
+  run(cluster, requests)
+  assert cluster.copy_s_per_token == pytest.approx(5e-3 / 8, rel=1e-6)
 
 
 def test_an_unbounded_hand_off_has_more_under_way():
