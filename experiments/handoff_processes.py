@@ -116,7 +116,9 @@ def source_process() -> Iterator[Callable[..., Any]]:
     process.wait(10)
 
 
-def measure(ask: Callable[..., Any], tps: tuple[int, int], num_tokens: int) -> list[dict[str, Any]]:
+def measure(
+  ask: Callable[..., Any], tps: tuple[int, int], num_tokens: int, uids: Iterator[int]
+) -> list[dict[str, Any]]:
   """The rates of each way to copy and the stream's, medians of what was measured in turn."""
   import jax
 
@@ -125,7 +127,6 @@ def measure(ask: Callable[..., Any], tps: tuple[int, int], num_tokens: int) -> l
   copies = {kind: _make_copies(kind) for kind in COPIES}
   took_s: dict[str, list[float]] = {kind: [] for kind in (*COPIES, "stream")}
   ask("make", num_tokens=num_tokens, tp=tps[0])
-  uids = itertools.count(time.time_ns())  # of a server that other measurements have used
   for _ in range(NUM_REPEATS + 2):
     took_s["stream"].append(_stream_s(ask, num_bytes))
     for kind, own in copies.items():
@@ -180,8 +181,9 @@ def _check(payload: Mapping[Any, Any]) -> None:
 
 def measure_all(num_tokens: tuple[int, ...]) -> list[dict[str, Any]]:
   """Needs two devices of this process. Starts another and ends it."""
+  uids = itertools.count()
   with source_process() as ask:
-    return [row for tps in PAIRS for n in num_tokens for row in measure(ask, tps, n)]
+    return [row for tps in PAIRS for n in num_tokens for row in measure(ask, tps, n, uids)]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
