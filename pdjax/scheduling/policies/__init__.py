@@ -13,6 +13,7 @@ from pdjax.scheduling.policies.faster_transformer import FasterTransformer
 from pdjax.scheduling.policies.fcfs import fcfs
 from pdjax.scheduling.policies.hybrid_only import hybrid_only
 from pdjax.scheduling.policies.orca import orca
+from pdjax.scheduling.policies.prefill_chunks import prefill_chunks
 from pdjax.scheduling.policies.prefill_first import prefill_first
 from pdjax.scheduling.policies.prefill_only import prefill_only
 from pdjax.scheduling.policies.sarathi import Sarathi
@@ -56,7 +57,7 @@ POLICIES: dict[str, PolicySpec] = {
   "shortest_prefill_first": PolicySpec(policy=ShortestPrefillFirst, chunks=True, mixes=True),
   "deadline": PolicySpec(policy=Deadline, chunks=True, mixes=True),
   "prefill_only": PolicySpec(policy=prefill_only, chunks=False, mixes=False, half="prefill"),
-  "prefill_chunks": PolicySpec(policy=prefill_only, chunks=True, mixes=False, half="prefill"),
+  "prefill_chunks": PolicySpec(policy=prefill_chunks, chunks=True, mixes=False, half="prefill"),
   "decode_only": PolicySpec(
     policy=decode_only, chunks=True, mixes=False, reservation="request", half="decode"
   ),
