@@ -16,7 +16,7 @@ from experiments.serving import check, compare_tokens, machine, report, run_expe
 from pdjax.config import CacheConfig, ExperimentConfig, SchedulerOptions, WorkloadConfig
 from pdjax.workloads.lengths import Mix
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = ExperimentConfig(
   model="tiny",

@@ -137,6 +137,7 @@ def start(folder, *argv, timeout_s):
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 def test_two_kills_of_processes_among_twenty_operations_leave_nothing_behind(tmp_path):
   done = start(
     tmp_path,

@@ -32,7 +32,7 @@ from pdjax.scheduling.pages import PageConfig
 from pdjax.sources import resolve
 from pdjax.workloads.lengths import Mix
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGES = PageConfig(num_rows=2, page_size=4, pages_per_row=4, num_pages=8, contiguous=True)
 BUDGET = 16  # of a prefill step

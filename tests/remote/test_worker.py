@@ -27,7 +27,7 @@ from pdjax.scheduling.probe import probe_plan
 from pdjax.serving.executor import Handle, PoolLost
 from pdjax.sources import resolve
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 PAGES = PageConfig(num_rows=2, page_size=4, pages_per_row=4, num_pages=8, contiguous=True)
 BUDGET = 16  # of a prefill step
 COPY_TIMEOUT_S = 3.0

@@ -15,7 +15,7 @@ from remote.test_worker import setup
 from pdjax.remote.executor import RemoteExecutor, start_all
 from pdjax.serving.executor import PoolLost
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 ORPHANS = """
 import itertools, os, signal, sys
