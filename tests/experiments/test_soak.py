@@ -36,7 +36,6 @@ def run(soak, each_turn=lambda turn: None):
   return soak
 
 
-@pytest.mark.quick
 def test_all_operations_are_done_and_every_state_is_cancelled_in():
   soak = run(make_soak())
   assert soak.operations.total() == 300 and soak.operations.keys() == {"cancel", "time-out", "role"}
@@ -46,7 +45,6 @@ def test_all_operations_are_done_and_every_state_is_cancelled_in():
   assert soak.ends.total() == soak.num_requests
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("pools", [POOLS, "2xprefill,decode,mixed", "2xmixed"])
 def test_whichever_pools_change_their_roles_no_request_is_lost(pools, seed):
@@ -54,7 +52,6 @@ def test_whichever_pools_change_their_roles_no_request_is_lost(pools, seed):
   assert soak.operations["role"] and soak.ends.keys() == {"length", "cancelled", "timed out"}
 
 
-@pytest.mark.quick
 def test_a_token_that_differs_is_kept_with_what_came_before_it():
   soak = make_soak()
   right = soak._expected
@@ -68,7 +65,6 @@ def break_failures(turn):
   turn.failed = [(request_id, "step failed") for request_id, _ in turn.failed]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
   "spoil, message",
   [
@@ -84,7 +80,6 @@ def test_what_must_not_be_is_noticed(spoil, message):
     run(make_soak(), spoil)
 
 
-@pytest.mark.quick
 def test_a_row_that_does_not_come_back_is_noticed():
   soak = make_soak(num_operations=3)
   soak.cluster.pools[1].scheduler.reserve(5)
@@ -92,7 +87,6 @@ def test_a_row_that_does_not_come_back_is_noticed():
     run(soak)
 
 
-@pytest.mark.quick
 def test_a_cancel_that_does_nothing_is_noticed():
   soak = make_soak()
   soak.inbox.cancel = lambda request_id: None
@@ -100,7 +94,6 @@ def test_a_cancel_that_does_nothing_is_noticed():
     run(soak)
 
 
-@pytest.mark.quick
 def test_a_restart_takes_from_its_loss_to_its_return():
   def changed(time_s, pool, reason, is_up=True):
     return PoolChanged(time_s=time_s, pool=pool, role="mixed", is_up=is_up, reason=reason)
@@ -111,7 +104,6 @@ def test_a_restart_takes_from_its_loss_to_its_return():
   assert restarts_s(EventLog(events)) == [3]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
   "flag, message",
   [
