@@ -347,9 +347,9 @@ def test_a_request_that_fails_does_not_take_the_others_along(chunked, monkeypatc
   (executor,) = chunked._executors.values()
   submit, num_tokens = executor.submit, 0
 
-  def failing(plan, now_s):
+  def failing(plan, now_s, exports):
     nonlocal num_tokens
-    ticket = submit(plan, now_s)
+    ticket = submit(plan, now_s, exports)
     owns = 1 in plan.decodes.request_ids or any(
       s.request_id == 1 and s.emits_token for s in plan.prefills
     )

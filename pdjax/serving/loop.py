@@ -763,7 +763,9 @@ class _Loop:
         self._keep_roles(turn)
         self._move_queue(pool, turn)
         continue
-      if not is_up:
+      if not is_up and not pool.is_up:
+        pool.executor.recover()  # it may have been back since, and lost again
+      elif not is_up:
         self._lose_pool(pool, "its process ended", turn)
       elif not pool.is_up:
         pool.is_up = True

@@ -212,6 +212,21 @@ def test_the_last_decode_pool_that_is_left_stays_one():
   assert reasons[0] == "asked to be prefill" and reasons[1].startswith("it stays decode: prefill")
 
 
+def test_a_pool_that_is_lost_again_before_anyone_saw_it_is_started_again():
+  requests = make_requests(8, seed=84, rate_rps=300.0, output=(3, 8))
+  cluster = make_faulty(make_cluster("disaggregated"), donates=False)
+  pool = cluster.entry[0]
+  num_kills = [0]
+
+  def kill(turn):
+    if num_kills[0] == 0 or (num_kills[0] == 1 and not pool.is_up):
+      num_kills[0] += 1
+      pool.executor.kill()
+
+  log = run(cluster, requests, each_turn=kill)
+  assert num_kills == [2] and tokens_of(log) == expected(requests)
+
+
 def test_a_run_does_not_wait_for_changes_that_nobody_would_see():
   requests = make_requests(3, seed=81)
   clock = VirtualClock()
