@@ -72,6 +72,7 @@ class FaultyExecutor(ChecksumExecutor):
       num_pages=pages.num_pages, page_size=pages.page_size, step_s=step_s, link=link, **options
     )
     self._pages, self._donates = pages, donates
+    self._sources: list[tuple[tuple, FaultyExecutor, int]] = []  # of copies that have not landed
     self._is_lost = self._is_deleted = False  # the second from the call on
     self.armed: set[str] = set()
     self.broken: set[int] = set()
@@ -135,8 +136,18 @@ class FaultyExecutor(ChecksumExecutor):
     self._check_alive()
     source, life, payload = handle.payload
     handle = dataclasses.replace(handle, payload=payload)
+    before = len(self._copies)
     ticket = self._import(handle, row=row, page_ids=page_ids, now_s=now_s)
+    self._sources += [(copy, source, life) for copy in self._copies[before:]]
     return LosableTicket(ticket=ticket, needs=((self, self.life), (source, life)))
+
+  def _land(self, now_s):
+    """A copy from a source that was killed has failed by now: it never lands."""
+    lost = {id(copy) for copy, source, life in self._sources if source.life != life}
+    self._copies = [copy for copy in self._copies if id(copy) not in lost]
+    super()._land(now_s)
+    waiting = {id(copy) for copy in self._copies}
+    self._sources = [item for item in self._sources if id(item[0]) in waiting]
 
   def _import(self, handle, *, row, page_ids, now_s):
     if self._takes("import"):
