@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 from virtual import step_s
 
@@ -38,6 +39,7 @@ class LosableTicket:
 
   ticket: object
   needs: tuple[tuple[FaultyExecutor, int], ...]  # and their lives when it began
+  undo: Callable[[], None] = lambda: None  # what it would still have done
 
   @property
   def is_lost(self) -> bool:
@@ -52,6 +54,7 @@ class LosableTicket:
 
   def result(self):
     if self.is_lost:
+      self.undo()
       raise PoolLost("killed by a test")
     return self.ticket.result()
 
@@ -72,7 +75,6 @@ class FaultyExecutor(ChecksumExecutor):
       num_pages=pages.num_pages, page_size=pages.page_size, step_s=step_s, link=link, **options
     )
     self._pages, self._donates = pages, donates
-    self._sources: list[tuple[tuple, FaultyExecutor, int]] = []  # of copies that have not landed
     self._is_lost = self._is_deleted = False  # the second from the call on
     self.armed: set[str] = set()
     self.broken: set[int] = set()
@@ -138,16 +140,12 @@ class FaultyExecutor(ChecksumExecutor):
     handle = dataclasses.replace(handle, payload=payload)
     before = len(self._copies)
     ticket = self._import(handle, row=row, page_ids=page_ids, now_s=now_s)
-    self._sources += [(copy, source, life) for copy in self._copies[before:]]
-    return LosableTicket(ticket=ticket, needs=((self, self.life), (source, life)))
+    copies = self._copies[before:]
 
-  def _land(self, now_s):
-    """A copy from a source that was killed has failed by now: it never lands."""
-    lost = {id(copy) for copy, source, life in self._sources if source.life != life}
-    self._copies = [copy for copy in self._copies if id(copy) not in lost]
-    super()._land(now_s)
-    waiting = {id(copy) for copy in self._copies}
-    self._sources = [item for item in self._sources if id(item[0]) in waiting]
+    def undo():  # its pages are free now, and others may have them when it would have landed
+      self._copies = [copy for copy in self._copies if not any(copy is own for own in copies)]
+
+    return LosableTicket(ticket=ticket, needs=((self, self.life), (source, life)), undo=undo)
 
   def _import(self, handle, *, row, page_ids, now_s):
     if self._takes("import"):
