@@ -464,10 +464,12 @@ class _Loop:
     if pool.role != "prefill" or not self.cluster.hand_off.streams:
       return []
     streams = []
+    swapped_in = {swap.request_id for swap in plan.swap_ins}  # by this step: not there yet
     for part in plan.prefills:
       seq = pool.scheduler.running[part.request_id]
       stream = self.cluster.stream_of(seq)
-      if stream is None and not self.cluster.outbox and self.cluster.wants_stream(pool, seq):
+      may_open = not self.cluster.outbox and part.request_id not in swapped_in
+      if stream is None and may_open and self.cluster.wants_stream(pool, seq):
         reserved = self.cluster.reserve(seq)
         if reserved is not None:
           stream = self._open_transfer(seq, pool, reserved, turn)

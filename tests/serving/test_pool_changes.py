@@ -234,6 +234,22 @@ def test_a_run_does_not_wait_for_changes_that_nobody_would_see():
   assert tokens_of(log) == expected(requests) and clock.now_s() < 10 and not changes(log)
 
 
+def test_what_waits_in_a_pool_that_turns_to_decode_goes_to_others_at_once():
+  requests = make_requests(12, seed=85, rate_rps=1e6, prompt=(30, 40), output=(2, 3))
+  cluster = make_cluster(FOUR, budget=8)
+  (pool,) = [p for p in cluster.pools if p.name == "prefill1"]
+  num_waiting = {}
+
+  def note(turn):
+    num_waiting[pool.next_role or pool.role] = max(
+      num_waiting.get(pool.next_role or pool.role, 0), len(pool.scheduler.waiting)
+    )
+
+  log = run_changing(cluster, requests, (0.02, "prefill1", "decode"), each_turn=note)
+  assert tokens_of(log) == expected(requests)
+  assert num_waiting["prefill"] > 0 and num_waiting["decode"] == 0
+
+
 def test_there_and_back_again():
   requests = make_requests(60, seed=76, rate_rps=200.0, prompt=(1, 30), output=(1, 12))
   asked = [

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 
 import pytest
-from virtual import expected, make_cluster, make_requests, run, tokens_of
+from virtual import expected, make_cluster, make_pool, make_requests, run, tokens_of
 
 from pdjax.core.clock import VirtualClock
 from pdjax.core.events import Copied, EventLog, Failed, Preempted, Step
@@ -134,16 +134,20 @@ def test_a_decode_pool_reserves_for_a_stream_no_earlier_than_the_copy_needs():
 def test_finished_prompts_come_before_streams():
   """One row to decode in: it goes to whoever waits in the outbox, never to a stream."""
   requests = make_requests(12, seed=56, rate_rps=1e6, prompt=(9, 30), output=(4, 8))
-  cluster = streaming(num_rows=1, budget=8)
+  cluster = streaming(budget=8)
+  cluster.decode[0].scheduler = make_pool(role="decode", policy="decode_only", num_rows=1).scheduler
+  reserve, num_waited = cluster.reserve, [0]
 
-  def never_past_the_outbox(turn):
-    if cluster.outbox:
-      assert not any(t.is_ahead and not t.parts and not t.num_bytes for t in cluster.transfers)
+  def never_past_the_outbox(seq):
+    assert not (cluster.outbox and seq.state is State.RUNNING)
+    num_waited[0] += len(cluster.outbox) > 1
+    return reserve(seq)
 
-  log = run(cluster, requests, each_turn=never_past_the_outbox)
+  cluster.reserve = never_past_the_outbox
+  log = run(cluster, requests)
   assert tokens_of(log) == expected(requests)
   copied = [e.request_id for e in log if isinstance(e, Copied)]
-  assert copied == sorted(copied), "in the order in which they were prefilled"
+  assert num_waited[0] and copied == sorted(copied), "in the order in which they were prefilled"
 
 
 @pytest.mark.parametrize("most_bytes", [1, 64, 200])
@@ -162,6 +166,7 @@ def test_no_more_bytes_are_under_way_than_may_be(most_bytes, layer_groups):
 
   log = run(cluster, requests, each_turn=count)
   assert tokens_of(log) == expected(requests) and len(copies_of(log)) == 16
+  assert all(c.num_bytes == 8 * c.num_tokens for c in copies_of(log).values()), "sent twice"
   assert max(counts) == 1 if most_bytes == 1 else max(counts) > 1 or most_bytes == 64
 
 
@@ -218,6 +223,23 @@ def test_a_stream_never_waits_for_pages_of_those_that_wait_for_it(streams):
     )
     log = run(cluster, requests)
     assert tokens_of(log) == expected(requests)
+
+
+def test_what_a_step_brings_back_from_the_host_is_not_sent_before_it_has():
+  requests = make_requests(4, seed=64, rate_rps=1e6, prompt=(40, 44), output=(3, 4))
+  cluster = streaming(limits={"swap_tokens": 200})
+  scheduler, num_swapped = cluster.entry[0].scheduler, [0]
+
+  def preempt_the_first_half_way(turn):
+    for seq in list(scheduler.prefilling.values()):
+      if seq.num_computed_tokens >= 16 and not seq.num_preemptions:
+        scheduler.preempt(seq)
+        scheduler.waiting[seq.request_id] = seq  # behind others, who get its pages
+        num_swapped[0] += 1
+
+  log = run(cluster, requests, each_turn=preempt_the_first_half_way)
+  assert tokens_of(log) == expected(requests)
+  assert num_swapped[0] == 4
 
 
 def test_how_long_copies_take_is_told_without_the_steps_that_some_wait_for():
@@ -288,6 +310,24 @@ def test_more_requests_share_a_decode_pool_that_grows_and_the_newest_are_compute
     assert set(order) <= {"decode0"}
   assert most["prompt"] > most["request"]
   assert preempted["request"] == 0 < preempted["prompt"]
+
+
+def test_one_that_was_computed_again_often_enough_gets_all_it_may_need():
+  requests = make_requests(10, seed=59, rate_rps=1e6, prompt=(8, 12), output=(30, 40))
+  num_preemptions = {}
+  for most in (0, 1, 3):
+    cluster = make_cluster(
+      "disaggregated",
+      hand_off=HandOff(reservation="prompt"),
+      num_pages=24,
+      num_rows=10,
+      link=LINK,
+      limits={"max_preemptions": most},
+    )
+    records = request_records(log := run(cluster, requests)).values()
+    assert tokens_of(log) == expected(requests)
+    num_preemptions[most] = max(r.num_preemptions for r in records)
+  assert num_preemptions[0] == 0 < num_preemptions[1] <= 1 < num_preemptions[3] <= 3
 
 
 @pytest.mark.parametrize(
