@@ -420,6 +420,17 @@ POOLS_FORM = (
 )
 
 
+def role_policy(role: str, pp: int) -> str:
+  """The policy of a pool of `pp` stages for which none was named.
+
+  Raises:
+    ValueError: there is no such role.
+  """
+  policy = pick(ROLE_POLICIES, role, "role")
+  # Chunks fill the stages of a pipeline; a whole prompt is in one at a time.
+  return "prefill_chunks" if role == "prefill" and pp > 1 else policy
+
+
 def parse_pools(text: str) -> tuple[PoolSpec, ...]:
   """The pools that `text` lists, on devices 0, 1, ... in its order: see `POOLS_FORM`.
 
@@ -458,7 +469,7 @@ def _parse_item(item: str) -> tuple[int, int, dict[str, Any]]:
   if match is None:
     raise ValueError(f"{item!r} does not begin with a count and a role")
   count, role = int(match[1] or 1), match[2]
-  own_policy = pick(ROLE_POLICIES, role, "role")
+  pick(ROLE_POLICIES, role, "role")
   values: dict[str, str] = {}
   for option in options:
     kind = option[:2] if option.startswith(("tp", "pp")) else "policies"
@@ -468,9 +479,7 @@ def _parse_item(item: str) -> tuple[int, int, dict[str, Any]]:
   tp, pp = values.get("tp", "1"), values.get("pp", "1")
   if not count or not all(n.isdecimal() and int(n) for n in (tp, pp)):
     raise ValueError(f"count, tp and pp of {item!r} must be whole numbers of at least 1")
-  if role == "prefill" and int(pp) > 1:
-    own_policy = "prefill_chunks"  # which fill the stages; a whole prompt is in one at a time
-  policy = values.get("policies", own_policy)
+  policy = values.get("policies", role_policy(role, int(pp)))
   if pick(POLICIES, policy, "policy").half not in (None, role):
     raise ValueError(f"policy {policy} does not do what a {role} pool has to do")
   return count, int(tp), dict(role=role, policy=policy, pp=int(pp), hardware=hardware or None)

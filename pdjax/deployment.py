@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from pdjax.config import ROLE_POLICIES, CacheConfig, PoolSpec, SchedulerOptions
+from pdjax.config import CacheConfig, PoolSpec, SchedulerOptions, role_policy
 from pdjax.core.device_group import DeviceGroup, split_layers
 from pdjax.core.model_config import ModelConfig
 from pdjax.core.names import pick
@@ -120,10 +120,8 @@ def in_role(spec: PoolSpec, role: str) -> PoolSpec:
   Raises:
     ValueError: there is no such role.
   """
-  pick(ROLE_POLICIES, role, "role")
-  if role == spec.role:
-    return spec
-  return dataclasses.replace(spec, role=role, policy=ROLE_POLICIES[role])
+  policy = role_policy(role, spec.pp)
+  return spec if role == spec.role else dataclasses.replace(spec, role=role, policy=policy)
 
 
 def _in_all_roles(specs: Iterable[PoolSpec], options: SchedulerOptions) -> list[PoolSpec]:

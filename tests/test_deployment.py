@@ -7,6 +7,7 @@ import pytest
 from pdjax.config import STRATEGIES, CacheConfig, SchedulerOptions, parse_pools
 from pdjax.core.device_group import DeviceGroup
 from pdjax.deployment import (
+  in_role,
   largest_budgets,
   limits,
   make_cluster,
@@ -257,3 +258,12 @@ def test_the_router_is_the_one_that_the_options_name():
   ):
     with pytest.raises(ValueError, match=message):
       SchedulerOptions(**wrong)
+
+
+def test_a_pipeline_that_turns_to_prefill_cuts_prompts_to_fill_its_stages():
+  decode = next(spec for spec in parse_pools("1xprefill,1xdecode:pp2") if spec.role == "decode")
+  assert in_role(decode, "prefill").policy == "prefill_chunks"
+  assert in_role(dataclasses.replace(decode, pp=1), "prefill").policy == "prefill_only"
+  assert in_role(decode, "decode") is decode
+  with pytest.raises(ValueError, match="unknown role 'train'"):
+    in_role(decode, "train")
