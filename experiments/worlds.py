@@ -426,6 +426,7 @@ class ProcessWorld(JaxWorld):
     # Pages are exchanged, so all pools have one type: where a CPU takes part, that of the CPU.
     dtype = "float32" if any(group.hardware == "cpu" for group in uses) else None
     copies = "shared_memory" if config.hosts is None else "transfer"
+    cuts = dict(zip(uses, layer_groups_of(uses, config.hand_off), strict=True))
     self._executors = {
       group: RemoteExecutor(
         f"devices {','.join(map(str, group.devices))}",
@@ -441,7 +442,7 @@ class ProcessWorld(JaxWorld):
           uses=tuple(sorted(own)),
           group=_of_its_platform(group, uses),
           cores=self._cores[group],
-          layer_groups=config.hand_off.layer_groups if "gather" in own else 1,
+          layer_groups=cuts[group],
           copies=copies,
         ),
         uids,

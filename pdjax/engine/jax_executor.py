@@ -25,7 +25,7 @@ from pdjax.models.model import LayerRange, Model, Params, axes_sharding
 from pdjax.models.sampling import Sampled
 from pdjax.scheduling.pages import PageConfig
 from pdjax.scheduling.probe import probe_plan
-from pdjax.serving.executor import Handle, PageShape
+from pdjax.serving.executor import Handle, PageShape, export_bytes
 
 
 class StepTicket:
@@ -288,10 +288,7 @@ class JaxExecutor:
     payload = self._gathered.pop(_key(handle), None)
     if payload is None:
       payload = self._gather_positions(handle, page_ids)
-    first, last = handle.layers or self._all_layers
-    layout = self._layout.of_layers(last - first)
-    num_bytes = (handle.num_tokens - handle.start) * layout.bytes_per_token
-    return dataclasses.replace(handle, num_bytes=num_bytes, payload=payload)
+    return dataclasses.replace(handle, num_bytes=export_bytes(self, handle), payload=payload)
 
   def _gather_positions(self, handle: Handle, page_ids: tuple[int, ...]) -> Payload:
     num_pages = -(-(handle.num_tokens - handle.start) // self._layout.page_size)

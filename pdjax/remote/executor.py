@@ -15,7 +15,7 @@ from pdjax.core.plain import from_plain, to_plain
 from pdjax.core.plan import StepPlan, StepResult
 from pdjax.remote.process import WorkerProcess, start_process
 from pdjax.remote.protocol import Message, ProtocolError, WorkerReady, WorkerSetup
-from pdjax.serving.executor import Handle, PageShape, PoolLost
+from pdjax.serving.executor import Handle, PageShape, PoolLost, export_bytes
 
 STEP_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 600.0  # between two signs of life while it reads weights and compiles
@@ -199,14 +199,11 @@ class RemoteExecutor:
     )
 
   def export(self, handle: Handle, *, page_ids: tuple[int, ...], now_s: float) -> Handle:
-    export_id, known = next(self._uids), self._known
+    export_id = next(self._uids)
     self._tell("export", export_id=export_id, handle=_plain_handle(handle), page_ids=page_ids)
-    num_layers = known.page_shape.num_layers
-    first, last = handle.layers or (0, num_layers)
-    num_bytes = (handle.num_tokens - handle.start) * known.bytes_per_token
     return dataclasses.replace(
       handle,
-      num_bytes=num_bytes * (last - first) // num_layers,
+      num_bytes=export_bytes(self, handle),
       payload=Exported(source=self, life=self._life, export_id=export_id),
     )
 

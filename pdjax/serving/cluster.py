@@ -350,7 +350,7 @@ class Cluster:
     )
     return left_s <= 2 * self.copy_s_per_token * done
 
-  def may_send(self, transfer: Transfer, coming: Seq[float]) -> bool:
+  def may_send(self, transfer: Transfer, coming: Seq[int]) -> bool:
     """Whether parts of so many bytes may join those on their way to the same pool.
 
     Not past a sequence that is held up there: in the order of `transfers`, streams last.

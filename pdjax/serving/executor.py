@@ -113,6 +113,14 @@ class Executor(Protocol):
     ...
 
 
+def export_bytes(executor: Executor, handle: Handle) -> int:
+  """What an export by this handle has: of its positions, the share of its layers."""
+  num_layers = executor.layer_groups[-1][1]
+  first, last = handle.layers or (0, num_layers)
+  num_bytes = (handle.num_tokens - handle.start) * executor.bytes_per_token
+  return num_bytes * (last - first) // num_layers
+
+
 class Nowhere:
   """Stands for a device where a cluster is only asked what it would refuse. Can do nothing."""
 

@@ -31,7 +31,7 @@ from pdjax.scheduling.planner import Planner, Planning, PoolState
 from pdjax.scheduling.routing import Rejected
 from pdjax.scheduling.scheduler import FinishReason, Outcome, length_or_stop
 from pdjax.serving.cluster import Cluster, Part, Pool, Prefetch, Transfer
-from pdjax.serving.executor import Handle, PoolLost
+from pdjax.serving.executor import Handle, PoolLost, export_bytes
 
 GRACE_S = 10.0
 _LOOK_S = 0.01  # from one look at a pool that is down to the next
@@ -395,7 +395,7 @@ class _Loop:
   def _send(self, transfer: Transfer, turn: Turn) -> None:
     """Sends what was computed since the last part, whole pages or the end, if there is room.
 
-    Never what a step in flight is computing yet, but for layer groups: see `_begin_groups`.
+    Never what a step in flight is computing yet, but for layer groups: see `_groups_to_begin`.
     """
     seq, source = transfer.seq, transfer.source
     page_size = source.scheduler.pages.config.page_size
@@ -411,7 +411,9 @@ class _Loop:
       if end <= start and not is_last:
         return
       handle = self._handle(transfer, start, end, layers, is_last=is_last)
-      transfer.is_held = not self.cluster.may_send(transfer, [_num_bytes(source, handle)])
+      transfer.is_held = not self.cluster.may_send(
+        transfer, [export_bytes(source.executor, handle)]
+      )
       if transfer.is_held:
         return
       self._send_part(transfer, handle, turn)
@@ -493,7 +495,7 @@ class _Loop:
         continue
       handles = [self._handle(stream, start, end, layers, is_last=False) for layers in groups]
       coming = [handle for other, handle in begun if other.target is stream.target] + handles
-      if self.cluster.may_send(stream, [_num_bytes(pool, handle) for handle in coming]):
+      if self.cluster.may_send(stream, [export_bytes(pool.executor, handle) for handle in coming]):
         begun += [(stream, handle) for handle in handles]
     return begun
 
@@ -889,14 +891,6 @@ def _pages_of(source: Pool, seq: Sequence, handle: Handle) -> tuple[int, ...]:
   page_size = source.scheduler.pages.config.page_size
   first, end = handle.start // page_size, -(-handle.num_tokens // page_size)
   return source.scheduler.pages.table(seq.row)[first:end]
-
-
-def _num_bytes(source: Pool, handle: Handle) -> float:
-  """What an export will have, before it is made."""
-  groups = source.executor.layer_groups
-  first, end = handle.layers or (0, groups[-1][1])
-  share = (end - first) / groups[-1][1]
-  return (handle.num_tokens - handle.start) * source.executor.bytes_per_token * share
 
 
 class _NotStarted:

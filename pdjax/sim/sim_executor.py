@@ -9,7 +9,7 @@ from typing import Any
 
 from pdjax.core.clock import to_ticks
 from pdjax.core.plan import StepPlan, StepResult
-from pdjax.serving.executor import Handle, PageShape
+from pdjax.serving.executor import Handle, PageShape, export_bytes
 from pdjax.sim.hardware import PCIE_4, Link
 
 
@@ -97,12 +97,9 @@ class SimExecutor:
     return SimTicket(finish_s=ends_s[-1], value=result)
 
   def export(self, handle: Handle, *, page_ids: tuple[int, ...], now_s: float) -> Handle:
-    num_layers = self.layer_groups[-1][1]
-    first, last = handle.layers or (0, num_layers)
-    num_bytes = (handle.num_tokens - handle.start) * self.bytes_per_token
     return dataclasses.replace(
       handle,
-      num_bytes=num_bytes * (last - first) // num_layers,
+      num_bytes=export_bytes(self, handle),
       payload=SimPages(
         ready_s=self._computed_s.get(_key(handle), now_s), num_links=self._links_of(handle)
       ),
