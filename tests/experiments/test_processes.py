@@ -10,41 +10,26 @@ import sys
 import time
 
 import pytest
+from remote.small import EXPERIMENT, kept_compilations
 
 from experiments.program import Progress
 from experiments.serving import check, compare_tokens, machine, report, run_experiment
-from pdjax.config import CacheConfig, ExperimentConfig, SchedulerOptions, WorkloadConfig
-from pdjax.workloads.lengths import Mix
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-CONFIG = ExperimentConfig(
-  model="tiny",
-  strategies=("continuous", "disaggregated"),
-  workload=WorkloadConfig(
-    num_requests=12,
-    load=0.5,
-    lengths=Mix(
-      prompt_tokens=(5, 20), long_prompt_tokens=(25, 32), output_tokens=(1, 8), long_every=4
-    ),
-  ),
-  scheduler=SchedulerOptions(token_budget=16),
-  cache=CacheConfig(num_rows=2, page_size=8),
-)
 
 
 @pytest.fixture(autouse=True)
 def compiled(tmp_path_factory, monkeypatch):
-  monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "compiled"))
-  monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-  monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+  for name, value in kept_compilations(tmp_path_factory.getbasetemp() / "compiled").items():
+    monkeypatch.setenv(name, value)
 
 
 def test_tokens_are_those_of_one_process(tmp_path):
-  can_pin = len(os.sched_getaffinity(0)) >= CONFIG.num_devices
+  can_pin = len(os.sched_getaffinity(0)) >= EXPERIMENT.num_devices
   tokens = {}
   for processes in (False, True):
-    config = dataclasses.replace(CONFIG, processes=processes, pin=processes and can_pin)
+    config = dataclasses.replace(EXPERIMENT, processes=processes, pin=processes and can_pin)
     checked = check(config, tmp_path)
     try:
       experiment = run_experiment(checked, Progress())

@@ -18,24 +18,19 @@ import time
 
 import numpy as np
 import pytest
-from engine.pools import Engine, cpus, make_cluster, request, serve_all
+from engine.pools import Engine, make_cluster, request, serve_all
+from remote.small import BUDGET, EXPERIMENT, PAGES, kept_compilations, mixed_pool
 
 from experiments.program import Progress
 from experiments.serving import check, compare_tokens, machine, run_experiment
-from pdjax.config import CacheConfig, ExperimentConfig, SchedulerOptions, WorkloadConfig
 from pdjax.core.device_group import DeviceGroup
-from pdjax.engine.build import build_executors, default_buckets
 from pdjax.remote.executor import RemoteExecutor, start_all
 from pdjax.remote.hosts import Host, Hosts, call, start_on_hosts
 from pdjax.remote.protocol import ProtocolError, WorkerSetup
-from pdjax.scheduling.pages import PageConfig
 from pdjax.sources import resolve
-from pdjax.workloads.lengths import Mix
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PAGES = PageConfig(num_rows=2, page_size=4, pages_per_row=4, num_pages=8, contiguous=True)
-BUDGET = 16  # of a prefill step
 IPS = ("10.231.77.1", "10.231.77.2")
 PORT = 7001
 SECRET = "known to both hosts and nobody else"
@@ -123,11 +118,7 @@ def secret_file(tmp_path_factory):
 @pytest.fixture(scope="module")
 def hosts(secret_file, tmp_path_factory):
   """The names of two hosts, with workers that wait; this thread is on the first."""
-  env = os.environ | {
-    "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-  }
+  env = os.environ | kept_compilations(tmp_path_factory.mktemp("compiled"))
   with two_namespaces() as names, contextlib.ExitStack() as workers:
     for name, address in zip(names, IPS, strict=True):
       workers.enter_context(waiting_worker(name, address, secret_file, env))
@@ -176,12 +167,7 @@ def pools(*groups):
 
 @pytest.fixture(scope="module")
 def here(tiny):
-  """The same model in this process, in a pool that does all."""
-  buckets = default_buckets(PAGES, whole_budget=BUDGET, chunk_budget=BUDGET)
-  executors = build_executors(tiny, PAGES, buckets, cpus(1), layout="slots")
-  for _ in executors[0].warm_up({"prefill", "decode"}):
-    pass
-  return Engine(executors=executors, steps=executors[0].steps, pages=PAGES, buckets=buckets)
+  return mixed_pool(tiny)
 
 
 def some_requests():
@@ -276,18 +262,8 @@ def test_a_run_survives_a_worker_that_is_killed(hosts, here, decodes_on):
     time.sleep(0.05)
 
 
-EXPERIMENT = ExperimentConfig(
-  model="tiny",
-  strategies=("continuous", "disaggregated"),
-  workload=WorkloadConfig(
-    num_requests=8,
-    load=0.5,
-    lengths=Mix(
-      prompt_tokens=(5, 20), long_prompt_tokens=(25, 32), output_tokens=(1, 8), long_every=4
-    ),
-  ),
-  scheduler=SchedulerOptions(token_budget=16),
-  cache=CacheConfig(num_rows=2, page_size=8),
+FEWER = dataclasses.replace(
+  EXPERIMENT, workload=dataclasses.replace(EXPERIMENT.workload, num_requests=8)
 )
 
 
@@ -302,7 +278,7 @@ def start_up_file(folder, secret_file, addresses):
 def test_an_experiment_on_two_hosts_says_what_it_says_here(hosts, secret_file, tmp_path):
   tokens = {}
   for where in (None, start_up_file(tmp_path, secret_file, IPS)):
-    checked = check(dataclasses.replace(EXPERIMENT, hosts=where), tmp_path)
+    checked = check(dataclasses.replace(FEWER, hosts=where), tmp_path)
     try:
       experiment = run_experiment(checked, Progress())
     finally:

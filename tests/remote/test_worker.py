@@ -13,23 +13,20 @@ import time
 
 import numpy as np
 import pytest
-from engine.pools import Engine, cpus, make_cluster, request, serve_all
+from engine.pools import Engine, make_cluster, request, serve_all
+from remote.small import BUDGET, PAGES, kept_compilations, mixed_pool
 
 from pdjax.core.clock import WallClock
 from pdjax.core.device_group import DeviceGroup
 from pdjax.core.request import SamplingParams
-from pdjax.engine.build import build_executors, default_buckets
 from pdjax.engine.copies import make_copies
 from pdjax.remote.executor import Answer, RemoteError, RemoteExecutor, start_all
 from pdjax.remote.protocol import WorkerSetup
-from pdjax.scheduling.pages import PageConfig
 from pdjax.scheduling.probe import probe_plan
 from pdjax.serving.executor import Handle, PoolLost
 from pdjax.sources import resolve
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
-PAGES = PageConfig(num_rows=2, page_size=4, pages_per_row=4, num_pages=8, contiguous=True)
-BUDGET = 16  # of a prefill step
 COPY_TIMEOUT_S = 3.0
 
 
@@ -50,11 +47,7 @@ def setup(tp, uses, copies, cores):
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
   """Lets workers keep what they compile."""
-  kept = {
-    "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-  }
+  kept = kept_compilations(tmp_path_factory.mktemp("compiled"))
   with pytest.MonkeyPatch.context() as patch:
     for name, value in kept.items():
       patch.setenv(name, value)
@@ -82,12 +75,7 @@ def pools(request, compiled):
 
 @pytest.fixture(scope="module")
 def here(tiny):
-  """The same model in this process, in a pool that does all."""
-  buckets = default_buckets(PAGES, whole_budget=BUDGET, chunk_budget=BUDGET)
-  executors = build_executors(tiny, PAGES, buckets, cpus(1), layout="slots")
-  for _ in executors[0].warm_up({"prefill", "decode"}):
-    pass
-  return Engine(executors=executors, steps=executors[0].steps, pages=PAGES, buckets=buckets)
+  return mixed_pool(tiny)
 
 
 @pytest.fixture(autouse=True)
