@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import pytest
 
@@ -302,14 +303,28 @@ def test_a_stream_that_is_closed_leaves_the_others_alone(llm):
   assert llm._run is None
 
 
+def _interrupt_after(llm, delay_s):
+  """A thread that presses Ctrl-C so long after the first request of the next run has arrived."""
+  before = llm.log
+
+  def press():
+    while llm.log is before or not len(llm.log):
+      time.sleep(1e-3)
+    time.sleep(delay_s)
+    os.kill(os.getpid(), signal.SIGINT)
+
+  thread = threading.Thread(target=press)
+  thread.start()
+  return thread
+
+
 def test_ctrl_c_cancels_what_runs_and_leaves_the_llm_usable(llm):
   expected = answers(llm.generate(PROMPTS, GREEDY))
-  for delay_s in (0.01, 0.1, 0.3):
-    timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+  for delay_s in (0.0, 0.1, 0.3):
+    thread = _interrupt_after(llm, delay_s)
     with pytest.raises(KeyboardInterrupt):
       llm.generate([[70]] * 1000, LONG)
-    timer.join()
+    thread.join()
     assert llm._run is None and outcomes(request_records(llm.log))["failed"] > 900
     assert answers(llm.generate(PROMPTS, GREEDY)) == expected
   assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
