@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pdjax.analysis.verdict import is_hand_off
-from pdjax.core.events import Arrived, Copied, Event, Failed, Preempted, Step
+from pdjax.core.events import Arrived, Copied, Event, Failed, Preempted, each_step
 from pdjax.metrics.goodput import Slo
 from pdjax.metrics.latency import (
   RequestRecord,
@@ -152,7 +152,7 @@ def _draw_lanes(
   """Draws one run; adds what it drew to the legend's `handles`."""
   lanes = {pool: -i for i, pool in enumerate(usage)}
   start_s, end_s = window_s or (0.0, span_s(log))
-  steps = [e for e in log if isinstance(e, Step)]
+  steps = list(each_step(log))
   for kind, colour in KIND_COLOURS.items():
     of_kind = [e for e in steps if e.kind == kind]
     # White edges part the steps, but would bleach those that are thin as a line.

@@ -15,12 +15,12 @@ import weakref
 from collections.abc import Collection
 from typing import Any, Protocol
 
-_TICKS_PER_S = 2.0**30
+TICKS_PER_S = 2.0**30
 
 
 def to_ticks(seconds: float) -> float:
   """`seconds` rounded up to the next tick."""
-  return math.ceil(seconds * _TICKS_PER_S) / _TICKS_PER_S
+  return math.ceil(seconds * TICKS_PER_S) / TICKS_PER_S
 
 
 class Ticket(Protocol):

@@ -46,6 +46,48 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeRun:
+  """Decode steps of one pool that followed one another without a change: a simulator's stroke.
+
+  Each has a token of every request in `decode_ids`, a position further than the one before, and
+  ends at its own of `ends_s`, where the next begins. `step_id` and `decode_positions` are the
+  first one's.
+  """
+
+  pool: str
+  step_id: int
+  start_s: float
+  ends_s: tuple[float, ...]
+  decode_ids: tuple[int, ...]
+  decode_positions: tuple[int, ...]
+
+  kind: typing.ClassVar[str] = "decode"
+
+  @property
+  def end_s(self) -> float:
+    return self.ends_s[-1]
+
+  def steps(self) -> Iterator[Step]:
+    """The same steps, one at a time."""
+    starts_s = (self.start_s, *self.ends_s)
+    for number, end_s in enumerate(self.ends_s):
+      yield Step(
+        pool=self.pool,
+        step_id=self.step_id + number,
+        kind="decode",
+        start_s=starts_s[number],
+        end_s=end_s,
+        prefill_ids=(),
+        prefill_starts=(),
+        prefill_tokens=(),
+        decode_ids=self.decode_ids,
+        decode_positions=tuple(position + number for position in self.decode_positions),
+        emitted_ids=self.decode_ids,
+        token_ids=(0,) * len(self.decode_ids),
+      )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Preempted:
   """A request lost its pages and will be recomputed."""
 
@@ -123,7 +165,7 @@ class PoolChanged:
   reason: str
 
 
-Event = Arrived | Step | Preempted | Copied | Fetched | Finished | Failed | PoolChanged
+Event = Arrived | Step | DecodeRun | Preempted | Copied | Fetched | Finished | Failed | PoolChanged
 _KINDS = {cls.__name__.lower(): cls for cls in typing.get_args(Event)}
 
 
@@ -141,6 +183,15 @@ class EventLog:
 
   def __len__(self) -> int:
     return len(self._events)
+
+
+def each_step(log: Iterable[Event]) -> Iterator[Step]:
+  """The steps of a log, those of runs one at a time."""
+  for event in log:
+    if isinstance(event, DecodeRun):
+      yield from event.steps()
+    elif isinstance(event, Step):
+      yield event
 
 
 def write_events(path: pathlib.Path, runs: Mapping[str, Iterable[Event]]) -> None:

@@ -19,7 +19,7 @@ from pdjax.core.request import SamplingParams
 from pdjax.engine.batch import RowState, StepInputs, step_inputs
 from pdjax.engine.buckets import Buckets, pick_bucket
 from pdjax.engine.steps import Steps, state_shapes
-from pdjax.engine.transfer import Payload, Reshard, TransferTicket, host_sharding
+from pdjax.engine.transfer import Payload, Pieces, Reshard, TransferTicket, host_sharding
 from pdjax.models.kv_cache import Cache, KVLayout
 from pdjax.models.model import LayerRange, Model, Params, axes_sharding
 from pdjax.models.sampling import Sampled
@@ -113,13 +113,15 @@ class JaxExecutor:
 
   Each stage goes through its layers in `groups_per_stage` calls; decodes, in one. All calls of a
   step are made at once, so steps that are submitted one after another follow each other through
-  the stages. Not thread-safe: one loop owns it.
+  the stages. Not thread-safe: one loop owns it. Pages go to pools of other sizes in `num_cuts` cuts
+  of what each device has: see `build_executors`.
 
   Raises:
     ValueError: fewer layers than stages or groups.
   """
 
   is_up = True  # its devices are those of this process
+  repeats = False
 
   def __init__(
     self,
@@ -130,8 +132,10 @@ class JaxExecutor:
     meshes: Sequence[jax.sharding.Mesh],
     *,
     groups_per_stage: int = 1,
+    num_cuts: int = 1,
   ):
     self.steps = steps
+    self._num_cuts = num_cuts
     layout = steps.attention.layout
     self._pages, self._layout, self._buckets = pages, layout, buckets
     self._all_layers = (0, layout.num_layers)
@@ -162,8 +166,8 @@ class JaxExecutor:
   @property
   def num_traces(self) -> collections.Counter[str]:
     """How often each compiled function was traced, for whichever pool; after warm-up constant."""
-    cuts_and_joins = (stage.reshard.num_traces for stage in self._stages)
-    return sum(cuts_and_joins, collections.Counter(self.steps.num_traces))
+    of_copies = (stage.reshard.num_traces for stage in self._stages)
+    return sum(of_copies, collections.Counter(self.steps.num_traces))
 
   @property
   def num_kept(self) -> dict[str, int]:
@@ -259,11 +263,15 @@ class JaxExecutor:
   def _gather(self, layers: LayerRange, page_ids: tuple[int, ...]) -> Payload:
     """Starts to read pages of `layers`, those of each stage on its devices."""
     found = filter(None, (stage.overlap(layers) for stage in self._stages))
-    padded = self._pad(page_ids)
-    return {own: self.steps.gather_pages(self._cache_of(own), padded) for own in found}
+    padded, payload = self._pad(page_ids), {}
+    for own in found:
+      cuts = self.steps.gather_pages(self._cache_of(own), padded, self._num_cuts)
+      payload[own] = cuts if self._num_cuts > 1 else cuts[0]
+    return payload
 
-  def _scatter(self, layers: LayerRange, page_ids: tuple[int, ...], pieces: jax.Array) -> None:
-    cache = self.steps.scatter_pages(self._cache_of(layers), self._pad(page_ids), pieces)
+  def _scatter(self, layers: LayerRange, page_ids: tuple[int, ...], pieces: Pieces) -> None:
+    cuts = pieces if isinstance(pieces, tuple) else (pieces,)
+    cache = self.steps.scatter_pages(self._cache_of(layers), self._pad(page_ids), cuts)
     self._replace(layers, cache)
 
   def lower(self, plan: StepPlan) -> jax.stages.Lowered:
@@ -330,7 +338,7 @@ class JaxExecutor:
     return TransferTicket(list(itertools.chain(*sent)), insert)
 
   def pieces_like(self, handle: Handle) -> dict[LayerRange, jax.ShapeDtypeStruct]:
-    """What an export by such a handle is made of here, which an import takes as it is."""
+    """What an export by such a handle is made of here, uncut, which an import takes as it is."""
     num_pages = -(-(handle.num_tokens - handle.start) // self._layout.page_size)
     if not num_pages:
       return {}
@@ -502,11 +510,12 @@ class JaxExecutor:
 
   def _own_pages(self, num_pages: int) -> Handle:
     """What another executor like this one would export."""
-    handle = self._hand_over(num_pages)
-    payload = {
-      layers: jnp.zeros(pieces.shape, pieces.dtype, device=pieces.sharding)
-      for layers, pieces in self.pieces_like(handle).items()
-    }
+    handle, payload = self._hand_over(num_pages), {}
+    for layers, whole in self.pieces_like(handle).items():
+      k_and_v, num_layers, num_heads, *page = whole.shape
+      shape = (k_and_v, num_layers, num_heads // self._num_cuts, *page)
+      cut = jnp.zeros(shape, whole.dtype, device=whole.sharding)
+      payload[layers] = (cut,) * self._num_cuts if self._num_cuts > 1 else cut
     return dataclasses.replace(handle, payload=payload)
 
 

@@ -13,7 +13,17 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from pdjax.core.events import Arrived, Copied, Event, Failed, Finished, Preempted, Step
+from pdjax.core.events import (
+  Arrived,
+  Copied,
+  DecodeRun,
+  Event,
+  Failed,
+  Finished,
+  Preempted,
+  Step,
+  each_step,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +143,13 @@ def request_records(log: Iterable[Event]) -> dict[int, RequestRecord]:
           found = draft(request_id, event.pool, event)
           found["token_s"].append(event.end_s)
           found["token_ids"].append(token_id)
+      case DecodeRun():
+        ends_s, tokens = event.ends_s, (0,) * len(event.ends_s)
+        for request_id in event.decode_ids:
+          found = draft(request_id, event.pool, event)
+          found.setdefault("first_scheduled_s", event.start_s)
+          found["token_s"] += ends_s
+          found["token_ids"] += tokens
       case Arrived():
         new_draft(event, event.num_prompt_tokens, event.max_tokens)
         draft(event.request_id, event.pool, event)
@@ -295,7 +312,7 @@ def interference(
   if long_tokens is None:
     lengths = prompt_tokens.values()
     long_tokens = min(4 * statistics.median(lengths), max(lengths)) if prompt_tokens else 0
-  steps = [e for e in log if isinstance(e, Step)]
+  steps = list(each_step(log))
   long_steps: dict[str, list[tuple[Step, list[int]]]] = {}  # by pool, in order of their ends
   for step in steps:
     ids = [i for i in step.prefill_ids if prompt_tokens[i] >= long_tokens]

@@ -14,6 +14,7 @@ from typing import Any
 from pdjax.core.events import (
   Arrived,
   Copied,
+  DecodeRun,
   Event,
   Failed,
   Fetched,
@@ -60,7 +61,7 @@ def chrome_trace(
 
   for event in log:
     match event:
-      case Step():
+      case Step() | DecodeRun():
         rows.append(_step_row(event, pids[event.pool], config, bytes_per_value))
       case Preempted() | Failed():
         failed = isinstance(event, Failed)
@@ -95,7 +96,7 @@ def chrome_trace(
 
   copies = sorted((e for e in log if isinstance(e, Copied)), key=lambda c: c.begin_s)
   lanes = _lanes(copies)
-  ends = _step_before_and_after(copies, [e for e in log if isinstance(e, Step)])
+  ends = _step_before_and_after(copies, [e for e in log if isinstance(e, Step | DecodeRun)])
   for number, (copy, lane, (before, after)) in enumerate(zip(copies, lanes, ends, strict=True)):
     rows += _copy_rows(copy, number, handoff_pid, lane, before, after, pids)
 
@@ -142,15 +143,17 @@ def write_chrome_trace(
 
 
 def _step_row(
-  step: Step, pid: int, config: ModelConfig | None, bytes_per_value: float
+  step: Step | DecodeRun, pid: int, config: ModelConfig | None, bytes_per_value: float
 ) -> dict[str, Any]:
+  is_run = isinstance(step, DecodeRun)
   work = step_work(step, config, bytes_per_value=bytes_per_value)
   args = {
     "step_id": step.step_id,
+    "steps": work.num_steps,
     "prefill_tokens": work.num_prefill_tokens,
-    "decode_rows": work.num_decode_tokens,
+    "decode_rows": len(step.decode_ids),
     "tokens": work.num_tokens,
-    "emitted": len(step.emitted_ids),
+    "emitted": work.num_decode_tokens if is_run else len(step.emitted_ids),
   }
   if config is not None:
     args |= {
@@ -159,7 +162,7 @@ def _step_row(
       "flop_per_byte": work.flop_per_byte,
     }
   return {
-    "name": step.kind,
+    "name": f"{step.kind} x {work.num_steps}" if is_run else step.kind,
     "cat": "step",
     "ph": "X",
     **_when(step.start_s, step.end_s),
@@ -175,7 +178,7 @@ def _copy_rows(
   pid: int,
   lane: int,
   before: Step | None,
-  after: Step | None,
+  after: Step | DecodeRun | None,
   pids: dict[str, int],
 ) -> list[dict[str, Any]]:
   """The copy and its arrow. An arrow binds to the slice that is open at its own time."""
@@ -230,13 +233,14 @@ def _lanes(copies: list[Copied]) -> list[int]:
 
 
 def _step_before_and_after(
-  copies: list[Copied], steps: list[Step]
-) -> list[tuple[Step | None, Step | None]]:
+  copies: list[Copied], steps: list[Step | DecodeRun]
+) -> list[tuple[Step | None, Step | DecodeRun | None]]:
   """For each copy the last source step of its request before it and the first target step after."""
   wanted = {c.request_id for c in copies}
-  of_request: dict[int, list[Step]] = {}
+  of_request: dict[int, list[Step | DecodeRun]] = {}
   for step in steps:
-    for request_id in wanted.intersection((*step.prefill_ids, *step.decode_ids)):
+    prefill_ids = step.prefill_ids if isinstance(step, Step) else ()
+    for request_id in wanted.intersection((*prefill_ids, *step.decode_ids)):
       of_request.setdefault(request_id, []).append(step)
   found = []
   for copy in copies:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from pdjax.core.costs import count_slices, step_costs, total_bytes, total_flops
-from pdjax.core.events import Arrived, Copied, Event, Step
+from pdjax.core.costs import StepCounts, count_slices, step_costs, total_bytes, total_flops
+from pdjax.core.events import Arrived, Copied, DecodeRun, Event, Step
 from pdjax.core.model_config import ModelConfig
 
 
@@ -68,11 +68,15 @@ class PoolUsage:
     return self.total.busy_s / self.span_s if self.span_s else None
 
 
-def step_work(step: Step, config: ModelConfig | None = None, *, bytes_per_value: float = 2) -> Work:
-  """The work of one step; FLOPs and bytes where the model is given.
+def step_work(
+  step: Step | DecodeRun, config: ModelConfig | None = None, *, bytes_per_value: float = 2
+) -> Work:
+  """The work of one step, or of a run of them; FLOPs and bytes where the model is given.
 
   `bytes_per_value` is the width of weights, K, V and activations.
   """
+  if isinstance(step, DecodeRun):
+    return _run_work(step, config, bytes_per_value)
   flops = num_bytes = None
   if config is not None:
     # Every decode row goes through the LM head, also one whose token nobody waits for any more.
@@ -84,14 +88,7 @@ def step_work(step: Step, config: ModelConfig | None = None, *, bytes_per_value:
       decode_positions=step.decode_positions,
       num_emitted=len(step.decode_ids) + num_prefills_emitted,
     )
-    ops = step_costs(
-      counts,
-      config,
-      bytes_per_weight=bytes_per_value,
-      bytes_per_kv=bytes_per_value,
-      bytes_per_activation=bytes_per_value,
-    )
-    flops, num_bytes = total_flops(ops), total_bytes(ops)
+    flops, num_bytes = _cost(counts, config, bytes_per_value)
   return Work(
     num_steps=1,
     busy_s=step.end_s - step.start_s,
@@ -102,11 +99,44 @@ def step_work(step: Step, config: ModelConfig | None = None, *, bytes_per_value:
   )
 
 
+def _run_work(run: DecodeRun, config: ModelConfig | None, bytes_per_value: float) -> Work:
+  num_steps, num_decodes = len(run.ends_s), len(run.decode_ids)
+  flops = num_bytes = None
+  if config is not None:
+    # What a step costs grows by the same with each: the sum is that of the first and the last.
+    first = count_slices(decode_positions=run.decode_positions, num_emitted=num_decodes)
+    num_keys = first.num_decode_keys + (num_steps - 1) * num_decodes
+    (flops, num_bytes), (last_flops, last_bytes) = (
+      _cost(counts, config, bytes_per_value)
+      for counts in (first, first._replace(num_decode_keys=num_keys))
+    )
+    flops = num_steps * (flops + last_flops) // 2
+    num_bytes = num_steps * (num_bytes + last_bytes) / 2
+  return Work(
+    num_steps=num_steps,
+    busy_s=run.end_s - run.start_s,
+    num_decode_tokens=num_steps * num_decodes,
+    flops=flops,
+    num_bytes=num_bytes,
+  )
+
+
+def _cost(counts: StepCounts, config: ModelConfig, bytes_per_value: float) -> tuple[int, float]:
+  ops = step_costs(
+    counts,
+    config,
+    bytes_per_weight=bytes_per_value,
+    bytes_per_kv=bytes_per_value,
+    bytes_per_activation=bytes_per_value,
+  )
+  return total_flops(ops), total_bytes(ops)
+
+
 def span_s(log: Iterable[Event]) -> float:
   """From the first arrival, step or copy to the end of the last event; 0 for an empty log."""
   starts_s, ends_s = [], []
   for event in log:
-    extended = isinstance(event, Step | Copied)
+    extended = isinstance(event, Step | DecodeRun | Copied)
     ends_s.append(event.end_s if extended else event.time_s)
     if extended or isinstance(event, Arrived):
       starts_s.append(event.start_s if extended else event.time_s)
@@ -120,7 +150,7 @@ def pool_usage(
   log = list(log)
   by_pool: dict[str, dict[str, Work]] = {}
   for step in log:
-    if isinstance(step, Step):
+    if isinstance(step, Step | DecodeRun):
       work = step_work(step, config, bytes_per_value=bytes_per_value)
       kinds = by_pool.setdefault(step.pool, {})
       kinds[step.kind] = kinds[step.kind] + work if step.kind in kinds else work

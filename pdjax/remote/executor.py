@@ -108,6 +108,8 @@ class RemoteExecutor:
   One thread may call it; a thread of its own listens to the worker.
   """
 
+  repeats = False
+
   def __init__(
     self,
     name: str,

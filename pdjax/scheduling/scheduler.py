@@ -7,6 +7,7 @@ a policy may offer it any sequence in any order.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 import itertools
@@ -159,7 +160,9 @@ class Scheduler:
     self.unreported_preemptions: list[int] = []
     self.unreported_swaps: tuple[dict[int, Swap], list[int]] = ({}, [])  # outs, and drops
     self.pages_owed: dict[int, int] = {}  # running request -> pages it could not get; see `_grow`
+    self.num_changes = 0  # from outside: a run of steps that began before one may not go on
     self._next_step_id = 0
+    self._admits_nobody = False  # the policy, in such a step as its last
     self._in_flight: collections.deque[StepPlan] = collections.deque()
     self._rows_to_release: dict[int, list[int]] = {}  # step id -> rows free when it ends
     self.become(policy, config)
@@ -182,6 +185,7 @@ class Scheduler:
         "use cache.layout=paged"
       )
     self.policy, self.config = policy, config
+    self.num_changes += 1
     self.watermark_pages = int(config.watermark * pages.num_pages)
     self.prefill_tokens_left = self.output_tokens_left = 0
     for seq in (*self.waiting.values(), *self.running.values()):
@@ -215,6 +219,7 @@ class Scheduler:
     if request_id in self.waiting or request_id in self.running or request_id in self.leaving:
       raise ValueError(f"request id {request_id} is in use")
     seq.last_step = -1
+    self.num_changes += 1
     self.waiting[request_id] = seq
     if seq.state is State.PREEMPTED:
       self.waiting.move_to_end(request_id, last=False)
@@ -234,6 +239,7 @@ class Scheduler:
       or not self.pages.has_room(None, num_tokens, spare=spare, keys=keys)
     ):
       return None
+    self.num_changes += 1
     row = self.pages.take_row(keys)
     self.pages.grow(row, num_tokens)
     return row
@@ -253,12 +259,14 @@ class Scheduler:
 
   def publish(self, row: int, keys: Seq[bytes]) -> None:
     """Tells the prefix cache what the first pages of a reserved row hold by now."""
+    self.num_changes += 1
     for index, key in enumerate(keys):
       self.pages.publish(row, index, key)
 
   def adopt(self, seq: Sequence, row: int) -> None:
     """Runs a sequence whose K and V are already in the reserved `row`."""
     seq.enter(State.RUNNING)
+    self.num_changes += 1
     seq.row, seq.generation, seq.last_step = row, seq.generation + 1, -1
     self.note_published(seq, 0)
     self.update_room(seq)
@@ -272,6 +280,7 @@ class Scheduler:
     What is in flight for it is forgotten: the next pool goes on from what was computed.
     """
     seq.enter(State.READY)
+    self.num_changes += 1
     self._stop_running(seq.request_id)
     self.leaving[seq.request_id] = seq
     self._count(seq, -1)
@@ -279,6 +288,7 @@ class Scheduler:
 
   def give_back(self, row: int, last_step: int = -1) -> None:
     """Frees a row and its pages, if `last_step` touches it and is in flight at the end of that."""
+    self.num_changes += 1
     if self._in_flight and last_step >= self._in_flight[0].step_id:
       self._rows_to_release.setdefault(last_step, []).append(row)
     else:
@@ -304,6 +314,7 @@ class Scheduler:
   def withdraw(self, seqs: Iterable[Sequence]) -> list[Sequence]:
     """Takes sequences from the queue, to be computed elsewhere; what was swapped out is lost."""
     withdrawn = list(seqs)
+    self.num_changes += bool(withdrawn)
     for seq in withdrawn:
       del self.waiting[seq.request_id]
       self._count(seq, -1)
@@ -319,6 +330,7 @@ class Scheduler:
     if seq is None:
       return None
     seq.enter(State.ENDED)
+    self.num_changes += 1
     self.forget_swapped(seq)
     if seq.row is not None:
       self.give_back(seq.row, seq.last_step)
@@ -332,6 +344,7 @@ class Scheduler:
     step = StepBuilder(self, self._next_step_id, now_s)
     self.policy(step)
     plan = step.build()
+    self._admits_nobody = step.has_found_no_room and not step.has_asked_time
     if plan is None:
       return None
     self._next_step_id += 1
@@ -387,6 +400,80 @@ class Scheduler:
         seq.cut()  # only now: what the scheduler counts goes by what was emitted
         outcome.finished.append((seq, reason))
     self.output_tokens_left -= self.config.decodes * len(emitted)
+    self._release_rows(plan)
+    return outcome
+
+  def steady_steps(self, plan: StepPlan) -> int:
+    """How many steps in a row the newest plan can be, a position further each: 1 is always right.
+
+    More where it decodes all that run and nothing can be admitted, until one of them has all its
+    tokens or there is no page for the next. Asks each sequence once. While rows are free, nothing
+    can be admitted if the policy has just tried, and not by the time.
+    """
+    running = self.running.values()
+    if (
+      plan.prefills
+      or plan.preempted  # queued after the policy looked
+      or plan.swap_outs
+      or plan.swap_ins
+      or self.prefilling
+      or self.pages_owed
+      or len(plan.decodes) != len(running)
+      or len(self._in_flight) != 1
+      or (self.waiting and self.pages.num_free_rows and not self._admits_nobody)
+      or any(seq.request.sampling.stop_ids for seq in running)
+    ):
+      return 1
+    most = 1 + min(seq.max_cached_tokens - seq.num_scheduled_tokens for seq in running)
+    if self.pages.config.contiguous or all(
+      seq.num_scheduled_tokens + most - 1 <= seq.room_tokens for seq in running
+    ):
+      return most
+
+    def is_too_long(num_steps: int) -> bool:
+      return num_free < sum(
+        self.pages.num_missing(seq.row, seq.num_scheduled_tokens + num_steps - 1) for seq in running
+      )
+
+    num_free = self.pages.num_free_pages
+    return bisect.bisect_left(range(1, most + 1), True, key=is_too_long)
+
+  def advance_run(self, plan: StepPlan, num_steps: int, *, num_under_way: int = 1) -> None:
+    """Applies steps of a run (`steady_steps`) that have ended; the next one is under way."""
+    running, tokens = self.running, (0,) * num_steps
+    num_emitted = 0
+    for request_id in plan.decodes.request_ids:
+      seq = running.get(request_id)
+      if seq is None:
+        continue  # it has left since, and what was to come for it counts for nothing
+      seq.num_computed_tokens = num_computed = seq.num_computed_tokens + num_steps
+      seq.num_scheduled_tokens = num_scheduled = num_computed + num_under_way
+      seq.output_ids += tokens
+      num_emitted += num_steps
+      if num_scheduled > seq.room_tokens:
+        self.pages.grow(seq.row, num_scheduled)
+        self.update_room(seq)
+      if num_computed >= seq.publish_at_tokens:
+        self._publish(seq)
+    self.output_tokens_left -= num_emitted
+
+  def commit_run(self, plan: StepPlan, num_steps: int, num_done: int) -> Outcome:
+    """Ends a run of `num_steps`, of which `num_done` were applied before.
+
+    The outcome has what the last step emitted.
+    """
+    self._end(plan)
+    self._next_step_id = plan.step_id + num_steps
+    self.advance_run(plan, num_steps - num_done, num_under_way=0)
+    outcome, running = Outcome(), self.running
+    for request_id in plan.decodes.request_ids:
+      seq = running.get(request_id)
+      if seq is None:
+        continue
+      outcome.emitted.append((seq, 0))
+      if seq.num_computed_tokens >= seq.max_cached_tokens:
+        self.drop(request_id)
+        outcome.finished.append((seq, "length"))
     self._release_rows(plan)
     return outcome
 
@@ -572,7 +659,8 @@ class StepBuilder:
   def __init__(self, scheduler: Scheduler, step_id: int, now_s: float):
     self._scheduler = scheduler
     self._step_id = step_id
-    self.now_s = now_s
+    self._now_s = now_s
+    self.has_asked_time = self.has_found_no_room = False
     self.predict_step_s = scheduler.predict_step_s
     self._admitted: list[Sequence] = []
     self._preempted: dict[int, Sequence] = {}
@@ -582,6 +670,11 @@ class StepBuilder:
     self._swap_ins: list[Swap] = []
     self._tokens_left = scheduler.config.token_budget
     self._long_tokens_left = scheduler.config.long_prompt_budget
+
+  @property
+  def now_s(self) -> float:
+    self.has_asked_time = True
+    return self._now_s
 
   @property
   def tokens_left(self) -> int:
@@ -776,6 +869,7 @@ class StepBuilder:
     reserved = s.tokens_to_reserve(seq, num_cached + num_tokens)
     spare = (s.watermark_pages if s.running else 0) + sum(s.pages_owed.values())
     if not s.pages.has_room(None, reserved, spare=spare, keys=keys):
+      self.has_found_no_room = True
       return False
     seq.row = s.pages.take_row(keys)
     s.pages.grow(seq.row, reserved)

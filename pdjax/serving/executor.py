@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from pdjax.core.clock import Ticket
 from pdjax.core.plan import StepPlan
 from pdjax.core.request import SamplingParams
@@ -52,6 +54,16 @@ class PoolLost(Exception):
   """
 
 
+class Run(Ticket, Protocol):
+  """A ticket of steps that follow one another, each ending at its own of `ends_s`, ascending."""
+
+  ends_s: np.ndarray
+
+  def cut(self, now_s: float) -> None:
+    """Lets no step begin after `now_s`, or at it: the ends of those that would are taken away."""
+    ...
+
+
 class Executor(Protocol):
   """One pool's device. Calls return at once; work happens in the order in which it was submitted.
 
@@ -62,6 +74,8 @@ class Executor(Protocol):
   devices of their own are stages: `num_stages` steps can be on their way at once, each in another.
 
   `is_up` False: the pool was lost and is not back yet; nothing may be asked of it.
+
+  `repeats`: it knows how long steps take before they begin, and takes many at once (`submit_run`).
   """
 
   vocab_size: int | None
@@ -70,6 +84,7 @@ class Executor(Protocol):
   layer_groups: tuple[tuple[int, int], ...]
   num_stages: int
   is_up: bool
+  repeats: bool
 
   def submit(
     self,
@@ -82,6 +97,10 @@ class Executor(Protocol):
     `exports` are handles of one layer group each, with their pages, that the next calls will
     export: their pages are read as soon as the step has computed these layers, before the others.
     """
+    ...
+
+  def submit_run(self, plan: StepPlan, now_s: float, num_steps: int) -> Run:
+    """Starts a step of decodes so many times, each a position further. Only where it `repeats`."""
     ...
 
   def export(self, handle: Handle, *, page_ids: tuple[int, ...], now_s: float) -> Handle:

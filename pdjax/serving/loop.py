@@ -11,11 +11,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 
+import numpy as np
+
 from pdjax.core.clock import Clock, Ticket
 from pdjax.core.costs import count_plan
 from pdjax.core.events import (
   Arrived,
   Copied,
+  DecodeRun,
   EventLog,
   Failed,
   Fetched,
@@ -30,10 +33,11 @@ from pdjax.core.sequence import Sequence, State
 from pdjax.scheduling.planner import Planner, Planning, PoolState
 from pdjax.scheduling.routing import Rejected
 from pdjax.scheduling.scheduler import FinishReason, Outcome, length_or_stop
-from pdjax.serving.cluster import Cluster, Part, Pool, Prefetch, Transfer
+from pdjax.serving.cluster import Cluster, Part, Pool, Prefetch, Stroke, Transfer
 from pdjax.serving.executor import Handle, PoolLost, export_bytes
 
 GRACE_S = 10.0
+_MOST_STEPS = 1024  # in a run: most are cut short, and every end is computed beforehand
 _LOOK_S = 0.01  # from one look at a pool that is down to the next
 
 
@@ -161,11 +165,13 @@ class Inbox:
 class Turn:
   """What happened in one turn of the loop.
 
-  `tokens` has every token that was computed. `sequences` has those that got one, by request id:
-  their output so far, and of those that ended the output that is kept.
+  `num_tokens` were computed. `tokens` has them, but for those of a simulator's run of steps, which
+  are only counted. `sequences` has those that got one, by request id: their output so far, and of
+  those that ended the output that is kept.
   """
 
   now_s: float
+  num_tokens: int = 0
   tokens: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # request id, token id
   sequences: dict[int, Sequence] = dataclasses.field(default_factory=dict)
   ended: list[tuple[int, str]] = dataclasses.field(default_factory=list)  # request id, reason
@@ -225,10 +231,14 @@ class _Loop:
     while True:
       turn = Turn(self.clock.now_s())
       self._look_at_pools(turn)
+      self._settle(turn)
       self._drain(turn)
       self._change_roles(turn)
-      self._hand_off(turn)
-      plan_at_s = self._submit(turn)
+      has_moved = True
+      while has_moved:  # what a decode pool gave up may find a place, and leaves one, at once
+        self._hand_off(turn)
+        self._cut(turn)
+        plan_at_s, has_moved = self._submit(turn)
       tickets = [pool.in_flight[0][1] for pool in self.cluster.pools if pool.in_flight]
       tickets += [part.ticket for transfer in self.cluster.transfers for part in transfer.parts]
       tickets += [prefetch.ticket for prefetch in self.cluster.prefetches]
@@ -252,6 +262,38 @@ class _Loop:
       turn.now_s = self.clock.now_s()
       self._commit(turn)
       yield turn
+
+  # Runs of steps, in simulation ----------------------------------------------------------------
+
+  def _settle(self, turn: Turn) -> None:
+    """Lets schedulers know of steps that have ended, where somebody is about to look at them."""
+    cluster, due_s = self.cluster, self.inbox.next_s()
+    is_asked = due_s is not None and due_s <= turn.now_s
+    if is_asked or cluster.outbox or cluster.transfers or cluster.prefetches:
+      for pool in cluster.pools:
+        if (stroke := pool.stroke) is not None:
+          num_ended = int(np.searchsorted(stroke.ticket.ends_s, turn.now_s, side="right"))
+          if num_ended > stroke.num_done:
+            pool.scheduler.advance_run(stroke.plan, num_ended - stroke.num_done)
+            stroke.num_done = num_ended
+
+  def _cut(self, turn: Turn) -> None:
+    """Ends runs after the step under way where something else may be planned now."""
+    for pool in self.cluster.pools:
+      stroke = pool.stroke
+      if stroke is not None and stroke.num_changes != pool.scheduler.num_changes:
+        stroke.ticket.cut(turn.now_s)
+
+  def _num_steps(self, pool: Pool, plan: StepPlan) -> int:
+    """How many times a plan may run in a row."""
+    if (
+      not pool.executor.repeats
+      or pool.role == "prefill"
+      or self.planner is not None  # it looks after every step
+      or self.finish_reason is not length_or_stop
+    ):
+      return 1
+    return min(pool.scheduler.steady_steps(plan), _MOST_STEPS)
 
   # Requests in and out -------------------------------------------------------------------------
 
@@ -499,14 +541,20 @@ class _Loop:
         begun += [(stream, handle) for handle in handles]
     return begun
 
-  def _submit(self, turn: Turn) -> float | None:
-    """Starts steps; returns when the first pool wants to plan another behind one in flight."""
-    plan_at_s = None
+  def _submit(self, turn: Turn) -> tuple[float | None, bool]:
+    """Starts steps.
+
+    Returns when the first pool wants to plan another behind one in flight, and whether sequences
+    were moved to other pools.
+    """
+    plan_at_s, has_moved = None, False
     for pool in self.cluster.pools:
       # A prefill pool's pages are read behind whatever it has been given to do, so a second step
       # there would hold up every hand-off for its whole length. A pipeline is filled at once.
+      # Where steps take what is said beforehand, two make no difference.
       num_stages = pool.executor.num_stages
-      most = max(num_stages, 1 if pool.role == "prefill" else self.steps_in_flight)
+      one = pool.role == "prefill" or pool.executor.repeats
+      most = max(num_stages, 1 if one else self.steps_in_flight)
       while pool.is_up and len(pool.in_flight) < most and not _waits_to_fail(pool):
         now_s = self.clock.now_s()
         start_s = max(now_s, _predicted_end_s(pool)) if num_stages == 1 else now_s
@@ -518,10 +566,17 @@ class _Loop:
         if pool.role == "decode":
           preempted = [s for s in pool.scheduler.waiting.values() if s.state is State.PREEMPTED]
           self._recompute(pool, pool.scheduler.withdraw(preempted), turn)
+          has_moved |= bool(preempted)
         if plan is None:
           break
         for request_id in plan.preempted if pool.role != "decode" else ():
           self.log.append(Preempted(time_s=now_s, request_id=request_id, pool=pool.name))
+        num_steps = self._num_steps(pool, plan)
+        if num_steps > 1:
+          run = pool.executor.submit_run(plan, now_s, num_steps)
+          pool.in_flight.append((plan, run, now_s))
+          pool.stroke = Stroke(plan, run, pool.scheduler.num_changes)
+          break
         begun = self._groups_to_begin(pool, plan, self._open_streams(pool, plan, turn))
         exports = [(handle, _pages_of(pool, stream.seq, handle)) for stream, handle in begun]
         try:
@@ -543,14 +598,17 @@ class _Loop:
         predict_step_s = pool.scheduler.predict_step_s
         if most > 1 and predict_step_s is not None:
           pool.predicted_s = predict_step_s(count_plan(plan))
-    return plan_at_s
+    return plan_at_s, has_moved
 
   # Results back --------------------------------------------------------------------------------
 
   def _commit(self, turn: Turn) -> None:
     for pool in self.cluster.pools:
       while pool.in_flight and _has_ended(pool.in_flight[0][1], turn.now_s):
-        self._commit_step(pool, turn)
+        if pool.stroke is None:
+          self._commit_step(pool, turn)
+        else:
+          self._commit_run(pool, turn)
     for transfer in self.cluster.transfers:
       for part in [p for p in transfer.parts if _has_ended(p.ticket, turn.now_s)]:
         self._commit_part(transfer, part, turn)
@@ -578,16 +636,12 @@ class _Loop:
     observe = getattr(pool.scheduler.predict_step_s, "observe", None)  # a fitted one's
     if observe is not None:
       observe(count_plan(plan), step_s)
+    turn.num_tokens += len(outcome.emitted)
     for seq, token_id in outcome.emitted:
       turn.tokens.append((seq.request_id, token_id))
       turn.sequences[seq.request_id] = seq
     self._fail_all(pool, outcome, turn)
-    for seq, reason in outcome.finished:
-      self.inbox.ended(seq.request_id)
-      turn.ended.append((seq.request_id, reason))
-      self.log.append(
-        Finished(time_s=pool.last_end_s, request_id=seq.request_id, pool=pool.name, reason=reason)
-      )
+    self._finish_all(pool, outcome, turn)
     for transfer in self.cluster.transfers:
       if transfer.source is pool and transfer.begun and transfer.begun[0][0] == plan.step_id:
         transfer.due.append(transfer.begun.popleft()[1])
@@ -595,6 +649,41 @@ class _Loop:
       for seq, _ in outcome.emitted:
         if seq.state is not State.ENDED:
           self._leave(pool, seq)
+
+  def _commit_run(self, pool: Pool, turn: Turn) -> None:
+    plan, run, submit_s = pool.in_flight.popleft()
+    num_done, pool.stroke = pool.stroke.num_done, None
+    start_s, ends_s = max(submit_s, pool.last_end_s), run.ends_s.tolist()
+    outcome = pool.scheduler.commit_run(plan, len(ends_s), num_done)
+    pool.last_end_s = ends_s[-1]
+    ids, positions = plan.decodes.request_ids, plan.decodes.positions
+    run_event = DecodeRun(
+      pool=pool.name,
+      step_id=plan.step_id,
+      start_s=start_s,
+      ends_s=tuple(ends_s),
+      decode_ids=ids,
+      decode_positions=positions,
+    )
+    if len(outcome.emitted) == len(ids):
+      self.log.append(run_event)
+    else:  # somebody left during the last step, and did not get its token
+      *before, last = run_event.steps()
+      emitted = tuple(seq.request_id for seq, _ in outcome.emitted)
+      for step in before:
+        self.log.append(step)
+      self.log.append(dataclasses.replace(last, emitted_ids=emitted, token_ids=(0,) * len(emitted)))
+    turn.num_tokens += len(ids) * (len(ends_s) - 1) + len(outcome.emitted)
+    turn.sequences |= {seq.request_id: seq for seq, _ in outcome.emitted}
+    self._finish_all(pool, outcome, turn)
+
+  def _finish_all(self, pool: Pool, outcome: Outcome, turn: Turn) -> None:
+    for seq, reason in outcome.finished:
+      self.inbox.ended(seq.request_id)
+      turn.ended.append((seq.request_id, reason))
+      self.log.append(
+        Finished(time_s=pool.last_end_s, request_id=seq.request_id, pool=pool.name, reason=reason)
+      )
 
   def _leave(self, pool: Pool, seq: Sequence) -> None:
     """Takes a prefilled sequence from its pool: to its stream, or to those that wait for one."""

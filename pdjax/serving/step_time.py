@@ -86,5 +86,5 @@ class FittedStepTime:
 
 
 def _terms(counts: StepCounts) -> tuple[float, int, int, int, int]:
-  prefill_tokens, prefill_pairs, _, decodes, decode_keys, _ = counts
+  prefill_tokens, prefill_pairs, _, decodes, decode_keys, _, _ = counts
   return 1.0, prefill_tokens, prefill_pairs, decodes, decode_keys

@@ -7,7 +7,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pdjax.core.clock import to_ticks
+import numpy as np
+
+from pdjax.core.clock import TICKS_PER_S, to_ticks
 from pdjax.core.plan import StepPlan, StepResult
 from pdjax.serving.executor import Handle, PageShape, export_bytes
 from pdjax.sim.hardware import PCIE_4, Link
@@ -27,6 +29,27 @@ class SimTicket:
     return self.value
 
 
+class SimRun:
+  """A `Run` of one device, which is busy until its end."""
+
+  def __init__(self, ends_s: np.ndarray, busy_until_s: list[float]):
+    self._busy_until_s = busy_until_s
+    self._set(ends_s)
+
+  def cut(self, now_s: float) -> None:
+    self._set(self.ends_s[: 1 + np.searchsorted(self.ends_s, now_s)])
+
+  def is_ready(self) -> bool:
+    return True
+
+  def result(self) -> None:
+    return None
+
+  def _set(self, ends_s: np.ndarray) -> None:
+    self.ends_s, self.finish_s = ends_s, float(ends_s[-1])
+    self._busy_until_s[0] = self.finish_s
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SimPages:
   """What an export hands to the import: when its pages are all computed, and links to send over."""
@@ -38,10 +61,11 @@ class SimPages:
 class SimExecutor:
   """One pool's device. Keeps when its steps end; steps queue, copies run beside them.
 
-  `step_s` is the latency model, `link` the way in from other pools: one copy after another. A copy
-  of n tokens moves n * `bytes_per_token` bytes, or the share of its layers, over as many links
-  at once as both pools have devices that send and receive: `num_links` in each stage that has some
-  of the layers. A step waits for the swaps before it, which go over `host_link`.
+  `step_s` is the latency model; `steps_s(plan, num_steps)` that of a decode step and those after
+  it, without which it takes no runs. `link` is the way in from other pools: one copy after another.
+  A copy of n tokens moves n * `bytes_per_token` bytes, or the share of its layers, over as many
+  links at once as both pools have devices that send and receive: `num_links` in each stage that has
+  some of the layers. A step waits for the swaps before it, which go over `host_link`.
 
   A step computes the layers of one of `layer_groups` after those of another, in shares of its time.
   In a pipeline of `num_stages` each stage has as many groups and is busy on its own: steps follow
@@ -59,6 +83,7 @@ class SimExecutor:
     self,
     *,
     step_s: Callable[[StepPlan], float],
+    steps_s: Callable[[StepPlan, int], np.ndarray] | None = None,
     link: Link,
     bytes_per_token: int,
     num_links: int = 1,
@@ -73,7 +98,8 @@ class SimExecutor:
     self.page_shape = page_shape
     self.bytes_per_token = bytes_per_token
     self.layer_groups, self.num_stages = layer_groups, num_stages
-    self._step_s, self._hand_over_s = step_s, hand_over_s
+    self.repeats = steps_s is not None and num_stages == 1
+    self._step_s, self._steps_s, self._hand_over_s = step_s, steps_s, hand_over_s
     self._link, self._host_link = link, host_link
     self._num_links = num_links
     self._busy_until_s = [0.0] * num_stages
@@ -95,6 +121,11 @@ class SimExecutor:
       for handle, _ in exports
     }
     return SimTicket(finish_s=ends_s[-1], value=result)
+
+  def submit_run(self, plan: StepPlan, now_s: float, num_steps: int) -> SimRun:
+    start_s = max(now_s, self._busy_until_s[0])
+    ticks = np.ceil(self._steps_s(plan, num_steps) * TICKS_PER_S)
+    return SimRun(start_s + np.cumsum(ticks) / TICKS_PER_S, self._busy_until_s)
 
   def export(self, handle: Handle, *, page_ids: tuple[int, ...], now_s: float) -> Handle:
     return dataclasses.replace(
@@ -153,11 +184,11 @@ class SimExecutor:
     ends_s = []
     for stage in range(self.num_stages):
       if stage:
-        at_s += self._hand_over_s(plan.num_tokens)
+        at_s += to_ticks(self._hand_over_s(plan.num_tokens))
       start_s = at_s = max(at_s, self._busy_until_s[stage])
       groups = self.layer_groups[stage * per_stage : (stage + 1) * per_stage]
       for _, last in groups:
-        at_s = to_ticks(start_s + took_s * ((last - groups[0][0]) / num_layers))
+        at_s = start_s + to_ticks(took_s * ((last - groups[0][0]) / num_layers))
         ends_s.append(at_s)
       self._busy_until_s[stage] = at_s
     if self.num_stages > 1:
