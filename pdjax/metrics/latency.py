@@ -110,69 +110,94 @@ def request_records(log: Iterable[Event]) -> dict[int, RequestRecord]:
   Raises:
     ValueError: an event of a request that never arrived.
   """
-  drafts: dict[int, dict] = {}
-
-  def draft(request_id: int, pool: str | None, event: Event) -> dict:
-    if request_id not in drafts:
-      raise ValueError(f"request {request_id} never arrived, but: {event}")
-    found = drafts[request_id]
-    if pool is not None and pool not in found["pools"]:
-      found["pools"].append(pool)
-    return found
-
-  def new_draft(event: Arrived | Failed, num_prompt_tokens: int | None, max_tokens: int | None):
-    drafts.setdefault(
-      event.request_id,
-      dict(
-        arrival_s=event.time_s,
-        num_prompt_tokens=num_prompt_tokens,
-        max_tokens=max_tokens,
-        token_s=[],
-        token_ids=[],
-        num_preemptions=0,
-        pools=[],
-      ),
-    )
-
+  drafts: dict[int, _Draft] = {}
   for event in log:
     match event:
       case Step():
         for request_id in (*event.prefill_ids, *event.decode_ids):
-          draft(request_id, event.pool, event).setdefault("first_scheduled_s", event.start_s)
+          _started(_find(drafts, request_id, event), event)
+        end_s = event.end_s
         for request_id, token_id in zip(event.emitted_ids, event.token_ids, strict=True):
-          found = draft(request_id, event.pool, event)
-          found["token_s"].append(event.end_s)
-          found["token_ids"].append(token_id)
+          found = drafts[request_id]
+          found.token_s.append(end_s)
+          found.token_ids.append(token_id)
       case DecodeRun():
         ends_s, tokens = event.ends_s, (0,) * len(event.ends_s)
         for request_id in event.decode_ids:
-          found = draft(request_id, event.pool, event)
-          found.setdefault("first_scheduled_s", event.start_s)
-          found["token_s"] += ends_s
-          found["token_ids"] += tokens
+          found = _find(drafts, request_id, event)
+          _started(found, event)
+          found.token_s += ends_s
+          found.token_ids += tokens
       case Arrived():
-        new_draft(event, event.num_prompt_tokens, event.max_tokens)
-        draft(event.request_id, event.pool, event)
+        drafts.setdefault(
+          event.request_id, _Draft(event.time_s, event.num_prompt_tokens, event.max_tokens)
+        )
+        _find(drafts, event.request_id, event).visit(event.pool)
       case Preempted():
-        draft(event.request_id, event.pool, event)["num_preemptions"] += 1
+        found = _find(drafts, event.request_id, event)
+        found.visit(event.pool)
+        found.num_preemptions += 1
       case Copied():
-        found = draft(event.request_id, event.target, event)
-        found["copy_start_s"], found["copy_end_s"] = event.start_s, event.end_s
-        found["copy_bytes"] = found.get("copy_bytes", 0) + event.num_bytes
+        found = _find(drafts, event.request_id, event)
+        found.visit(event.target)
+        found.copy_start_s, found.copy_end_s = event.start_s, event.end_s
+        found.copy_bytes = (found.copy_bytes or 0) + event.num_bytes
       case Finished():
-        found = draft(event.request_id, event.pool, event)
-        found["finish_s"], found["finish_reason"] = event.time_s, event.reason
+        found = _find(drafts, event.request_id, event)
+        found.visit(event.pool)
+        found.finish_s, found.finish_reason = event.time_s, event.reason
       case Failed():
-        new_draft(event, None, None)
-        found = draft(event.request_id, event.pool, event)
-        found["failed_s"], found["failed_reason"] = event.time_s, event.reason
-  return {
-    request_id: RequestRecord(
-      request_id=request_id,
-      **{key: tuple(item) if isinstance(item, list) else item for key, item in found.items()},
-    )
-    for request_id, found in drafts.items()
-  }
+        drafts.setdefault(event.request_id, _Draft(event.time_s, None, None))
+        found = _find(drafts, event.request_id, event)
+        found.visit(event.pool)
+        found.failed_s, found.failed_reason = event.time_s, event.reason
+  return {request_id: found.record(request_id) for request_id, found in drafts.items()}
+
+
+@dataclasses.dataclass(slots=True)
+class _Draft:
+  """A `RequestRecord` that is being written; its fields."""
+
+  arrival_s: float
+  num_prompt_tokens: int | None
+  max_tokens: int | None
+  first_scheduled_s: float | None = None
+  token_s: list[float] = dataclasses.field(default_factory=list)
+  token_ids: list[int] = dataclasses.field(default_factory=list)
+  finish_s: float | None = None
+  finish_reason: str | None = None
+  failed_s: float | None = None
+  failed_reason: str | None = None
+  copy_start_s: float | None = None
+  copy_end_s: float | None = None
+  copy_bytes: int | None = None
+  num_preemptions: int = 0
+  pools: list[str] = dataclasses.field(default_factory=list)
+
+  def visit(self, pool: str | None) -> None:
+    if pool is not None and pool not in self.pools:
+      self.pools.append(pool)
+
+  def record(self, request_id: int) -> RequestRecord:
+    values = {name: getattr(self, name) for name in self.__slots__}
+    for name in ("token_s", "token_ids", "pools"):
+      values[name] = tuple(values[name])
+    return RequestRecord(request_id=request_id, **values)
+
+
+def _find(drafts: Mapping[int, _Draft], request_id: int, event: Event) -> _Draft:
+  found = drafts.get(request_id)
+  if found is None:
+    raise ValueError(f"request {request_id} never arrived, but: {event}")
+  return found
+
+
+def _started(found: _Draft, event: Step | DecodeRun) -> None:
+  """Notes that a step has a part of the request."""
+  if found.first_scheduled_s is None:
+    found.first_scheduled_s = event.start_s
+  if event.pool not in found.pools:
+    found.pools.append(event.pool)
 
 
 def outcomes(records: Mapping[int, RequestRecord]) -> dict[str, int]:
@@ -247,14 +272,11 @@ def percentile(values: Sequence[float], q: float) -> float | None:
 
 def percentiles(values: Sequence[float]) -> Summary:
   """The summary of a sample, percentiles by linear interpolation as in `percentile`."""
-  return Summary(
-    n=len(values),
-    mean=float(np.mean(values)) if len(values) else None,
-    p50=percentile(values, 50),
-    p90=percentile(values, 90),
-    p99=percentile(values, 99),
-    max=float(max(values)) if len(values) else None,
-  )
+  if not len(values):
+    return Summary(n=0, mean=None, p50=None, p90=None, p99=None, max=None)
+  values = np.asarray(values)
+  p50, p90, p99, largest = map(float, np.percentile(values, (50, 90, 99, 100)))
+  return Summary(n=len(values), mean=float(np.mean(values)), p50=p50, p90=p90, p99=p99, max=largest)
 
 
 def enough(n: int, q: float) -> bool:
@@ -280,9 +302,9 @@ def tpots_s(records: Mapping[int, RequestRecord]) -> list[float]:
   return [r.tpot_s for r in records.values() if r.tpot_s is not None]
 
 
-def itls_s(records: Mapping[int, RequestRecord]) -> list[float]:
-  """The gaps of all requests, pooled."""
-  return [gap_s for r in records.values() for gap_s in r.itl_s]
+def itls_s(records: Mapping[int, RequestRecord]) -> np.ndarray:
+  """The gaps of all requests, pooled. [gaps]"""
+  return np.concatenate([np.diff(r.token_s) for r in records.values()] or [np.empty(0)])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -80,7 +80,7 @@ class PagePool:
     self._free_rows = list(range(config.num_rows - 1, -1, -1))
     self._free_pages = [] if config.contiguous else list(range(config.num_pages - 1, -1, -1))
     self._tables: dict[int, list[int]] = {}
-    self._num_users: collections.Counter[int] = collections.Counter()  # rows that hold a page
+    self._shared: dict[int, int] = {}  # page -> rows that hold it beyond the first
     self._cached: dict[int, _Cached] = {}  # published pages, held or not
     self._page_of: dict[bytes, int] = {}
     self._idle: set[int] = set()  # published and held by no row
@@ -149,8 +149,10 @@ class PagePool:
     self._tables[row] = table
     self._num_uses += 1
     for page in table:
-      self._num_users[page] += 1
-      self._idle.discard(page)
+      if page in self._idle:
+        self._idle.remove(page)
+      else:
+        self._shared[page] = self._shared.get(page, 0) + 1
       cached = self._cached[page]
       cached.num_hits += 1
       cached.last_use = self._num_uses
@@ -158,15 +160,21 @@ class PagePool:
 
   def grow(self, row: int, num_tokens: int) -> tuple[int, ...] | None:
     """Extends the table of `row` to hold `num_tokens`; returns the new pages, None without room."""
-    if not self.has_room(row, num_tokens):
+    table, free, config = self._tables[row], self._free_pages, self.config
+    needed = -(-num_tokens // config.page_size)
+    missing = max(0, needed - len(table))
+    if missing and needed > config.pages_per_row:
       return None
-    table = self._tables[row]
-    missing = max(0, -(-num_tokens // self.config.page_size) - len(table))
-    if self.config.contiguous:
-      first = row * self.config.pages_per_row + len(table)
+    if config.contiguous:
+      first = row * config.pages_per_row + len(table)
       new = tuple(range(first, first + missing))
+    elif missing <= len(free):
+      new = tuple(free[: -missing - 1 : -1])
+      del free[len(free) - missing :]
+    elif missing > self.num_free_pages:
+      return None
     else:
-      new = tuple(self._take_page() for _ in range(missing))
+      new = tuple(free.pop() if free else self._evict() for _ in range(missing))
     table.extend(new)
     return new
 
@@ -201,23 +209,18 @@ class PagePool:
     if self.config.contiguous:
       return
     self._num_uses += 1
+    if not (self._cached or self._shared):
+      self._free_pages += reversed(pages)
+      return
     for page in reversed(pages):
-      if self._num_users[page] > 1:
-        self._num_users[page] -= 1
-        continue
-      del self._num_users[page]
-      if page in self._cached:
+      if (num_others := self._shared.pop(page, 0)) > 1:
+        self._shared[page] = num_others - 1
+      elif num_others:
+        pass  # one is left
+      elif page in self._cached:
         self._rest(page)
       else:
         self._free_pages.append(page)
-
-  def _take_page(self) -> int:
-    if self._free_pages:
-      page = self._free_pages.pop()
-    else:
-      page = self._evict()
-    self._num_users[page] = 1
-    return page
 
   def _rest(self, page: int) -> None:
     self._idle.add(page)
@@ -248,7 +251,8 @@ class PagePool:
         assert table == list(range(first, first + len(table))), "a row holds a page of another"
       return
     users = collections.Counter(page for table in self._tables.values() for page in table)
-    assert users == self._num_users, "pages are held by other rows than they are counted for"
+    shared = {page: n - 1 for page, n in users.items() if n > 1}
+    assert shared == self._shared, "pages are held by other rows than they are counted for"
     pages = sorted([*users, *self._free_pages, *self._idle])
     assert pages == list(range(self.config.num_pages)), "pages lost or held twice"
     assert self._idle <= self._cached.keys()

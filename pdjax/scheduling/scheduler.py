@@ -425,17 +425,15 @@ class Scheduler:
     ):
       return 1
     most = 1 + min(seq.max_cached_tokens - seq.num_scheduled_tokens for seq in running)
-    if self.pages.config.contiguous or all(
-      seq.num_scheduled_tokens + most - 1 <= seq.room_tokens for seq in running
-    ):
+    pages, num_free = self.pages, self.pages.num_free_pages
+    if pages.config.contiguous or len(running) * (most // pages.config.page_size + 1) <= num_free:
       return most
 
     def is_too_long(num_steps: int) -> bool:
       return num_free < sum(
-        self.pages.num_missing(seq.row, seq.num_scheduled_tokens + num_steps - 1) for seq in running
+        pages.num_missing(seq.row, seq.num_scheduled_tokens + num_steps - 1) for seq in running
       )
 
-    num_free = self.pages.num_free_pages
     return bisect.bisect_left(range(1, most + 1), True, key=is_too_long)
 
   def advance_run(self, plan: StepPlan, num_steps: int, *, num_under_way: int = 1) -> None:
@@ -936,12 +934,11 @@ class StepBuilder:
         return True
     return False
 
-  def _record(self, row: int, first_index: int, page_ids: Iterable[int]) -> None:
+  def _record(self, row: int, first_index: int, page_ids: Seq[int]) -> None:
     rows, indices, pages = self._page_updates
-    for index, page in enumerate(page_ids, first_index):
-      rows.append(row)
-      indices.append(index)
-      pages.append(page)
+    rows += [row] * len(page_ids)
+    indices += range(first_index, first_index + len(page_ids))
+    pages += page_ids
 
   def _write(self, seq: Sequence, num_tokens: int, num_cached: int) -> None:
     start, end = seq.num_scheduled_tokens, seq.num_scheduled_tokens + num_tokens

@@ -239,9 +239,7 @@ class _Loop:
         self._hand_off(turn)
         self._cut(turn)
         plan_at_s, has_moved = self._submit(turn)
-      tickets = [pool.in_flight[0][1] for pool in self.cluster.pools if pool.in_flight]
-      tickets += [part.ticket for transfer in self.cluster.transfers for part in transfer.parts]
-      tickets += [prefetch.ticket for prefetch in self.cluster.prefetches]
+      tickets = self._tickets()
       is_open = self.inbox.is_open  # first: what came before it was closed is in it by then
       until_s = self.inbox.next_s()
       if until_s is None and self.inbox.num_left:
@@ -262,6 +260,14 @@ class _Loop:
       turn.now_s = self.clock.now_s()
       self._commit(turn)
       yield turn
+
+  def _tickets(self) -> list[Ticket]:
+    tickets = [pool.in_flight[0][1] for pool in self.cluster.pools if pool.in_flight]
+    for transfer in self.cluster.transfers:
+      tickets += [part.ticket for part in transfer.parts]
+    for prefetch in self.cluster.prefetches:
+      tickets.append(prefetch.ticket)
+    return tickets
 
   # Runs of steps, in simulation ----------------------------------------------------------------
 
@@ -637,9 +643,8 @@ class _Loop:
     if observe is not None:
       observe(count_plan(plan), step_s)
     turn.num_tokens += len(outcome.emitted)
-    for seq, token_id in outcome.emitted:
-      turn.tokens.append((seq.request_id, token_id))
-      turn.sequences[seq.request_id] = seq
+    turn.tokens += [(seq.request_id, token_id) for seq, token_id in outcome.emitted]
+    turn.sequences |= {seq.request_id: seq for seq, _ in outcome.emitted}
     self._fail_all(pool, outcome, turn)
     self._finish_all(pool, outcome, turn)
     for transfer in self.cluster.transfers:
@@ -1018,11 +1023,11 @@ def _step_event(pool: Pool, plan: StepPlan, outcome: Outcome, start_s: float, en
     kind=plan.kind,
     start_s=start_s,
     end_s=end_s,
-    prefill_ids=tuple(s.request_id for s in plan.prefills),
-    prefill_starts=tuple(s.start for s in plan.prefills),
-    prefill_tokens=tuple(s.num_tokens for s in plan.prefills),
+    prefill_ids=tuple([s.request_id for s in plan.prefills]),
+    prefill_starts=tuple([s.start for s in plan.prefills]),
+    prefill_tokens=tuple([s.num_tokens for s in plan.prefills]),
     decode_ids=plan.decodes.request_ids,
     decode_positions=plan.decodes.positions,
-    emitted_ids=tuple(seq.request_id for seq, _ in outcome.emitted),
-    token_ids=tuple(token_id for _, token_id in outcome.emitted),
+    emitted_ids=tuple([seq.request_id for seq, _ in outcome.emitted]),
+    token_ids=tuple([token_id for _, token_id in outcome.emitted]),
   )

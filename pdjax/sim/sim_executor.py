@@ -113,7 +113,9 @@ class SimExecutor:
     now_s: float,
     exports: Sequence[tuple[Handle, tuple[int, ...]]] = (),
   ) -> SimTicket:
-    num_emitted = sum(s.emits_token for s in plan.prefills) + len(plan.decodes)
+    num_emitted = len(plan.decodes)
+    for s in plan.prefills:
+      num_emitted += s.emits_token
     result = StepResult(token_ids=(0,) * num_emitted)
     ends_s = self._group_ends_s(plan, now_s)
     self._computed_s = {
@@ -175,8 +177,11 @@ class SimExecutor:
   def _group_ends_s(self, plan: StepPlan, now_s: float) -> list[float]:
     """When a step submitted now has computed each layer group."""
     took_s = self._step_s(plan)
-    if plan.num_swapped_tokens:
+    if plan.swap_outs or plan.swap_ins:
       took_s += self._host_link.copy_s(plan.num_swapped_tokens * self.bytes_per_token)
+    if len(self.layer_groups) == 1:
+      end_s = self._busy_until_s[0] = max(now_s, self._busy_until_s[0]) + to_ticks(took_s)
+      return [end_s]
     at_s = now_s
     if self.num_stages > 1:
       at_s = max([now_s, *(self._token_s.get(i, 0.0) for i in plan.decodes.request_ids)])
