@@ -162,7 +162,7 @@ def limits(spec: PoolSpec, options: SchedulerOptions, pages: PageConfig) -> Sche
   reservation = options.reservation or policy.reservation
   if spec.role == "decode":
     reservation = "request"  # of prompts it prefills itself; `HandOff` says it of those handed over
-  changes = dict(decodes=spec.role != "prefill", reservation=reservation)
+  changes = dict(decodes=spec.role != "prefill", reservation=reservation, micro_batches=spec.pp)
   if not policy.chunks:
     # Beside decodes of all rows there is still room for the longest prompt.
     beside = pages.num_rows if policy.mixes else 0

@@ -58,6 +58,10 @@ class SchedulerConfig:
   of the queue (0 is strict FCFS); at most `max_partial_prefills` prompts are in progress at a time;
   prompts longer than `long_prompt_tokens` together get at most `long_prompt_share` of a budget.
 
+  `micro_batches`: the steps of a pipeline that are on their way at once, one in each stage. A step
+  takes its share of the decodes, those that no step in flight has, so that none waits for another's
+  tokens (vLLM and Sarathi-Serve likewise; the rounds of a short queue leave stages idle).
+
   `prefix_cache` keeps the pages of common prefixes; `eviction` says which goes first when room is
   needed: `lru`, `lfu`, or `length`.
 
@@ -76,12 +80,14 @@ class SchedulerConfig:
   max_partial_prefills: int | None = None
   long_prompt_tokens: int | None = None
   long_prompt_share: float = 1.0
+  micro_batches: int = 1
   prefix_cache: bool = False
   eviction: str = "lru"
 
   def __post_init__(self):
     for name, lowest in (
       ("token_budget", 1),
+      ("micro_batches", 1),
       ("max_preemptions", 0),
       ("swap_tokens", 0),
       ("look_ahead", 0),
@@ -646,6 +652,10 @@ def _prefill_left(seq: Sequence) -> int:
   return max(0, seq.num_prefill_tokens - seq.num_computed_tokens)
 
 
+def _is_in_flight(seq: Sequence) -> bool:
+  return seq.num_scheduled_tokens > seq.num_computed_tokens
+
+
 class StepBuilder:
   """What a policy writes a step with. Keeps every invariant: budget, rows, pages, one slice.
 
@@ -726,7 +736,7 @@ class StepBuilder:
     step_id, left = self._step_id, self.tokens_left
     taken: list[Sequence] = []
     positions = self._decodes[-1]
-    for seq in self.decoding:
+    for seq in self._micro_batch():
       if left <= 0:
         break
       position = seq.num_scheduled_tokens
@@ -793,6 +803,8 @@ class StepBuilder:
     here = scheduler.waiting if seq.row is None else scheduler.running
     if here.get(seq.request_id) is not seq:
       return 0  # it has left since the policy saw it
+    if config.micro_batches > 1 and seq.is_decoding and _is_in_flight(seq):
+      return 0
     if seq.row is None and not scheduler.pages.num_free_rows:
       return 0
     keys, num_cached = ((), 0) if seq.row is not None else self._find_computed(seq)
@@ -847,6 +859,14 @@ class StepBuilder:
     )
 
   # Inside
+
+  def _micro_batch(self) -> list[Sequence]:
+    """The decodes of this step: all, or the share of one stage."""
+    decoding, num_steps = self.decoding, self._scheduler.config.micro_batches
+    if num_steps == 1:
+      return decoding
+    most = -(-len(decoding) // num_steps)
+    return [seq for seq in decoding if not _is_in_flight(seq)][:most]
 
   def _is_long(self, seq: Sequence) -> bool:
     longest = self._scheduler.config.long_prompt_tokens
