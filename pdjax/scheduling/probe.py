@@ -10,22 +10,28 @@ from pdjax.scheduling.pages import PageConfig
 
 
 def probe_plan(
-  pages: PageConfig, *, prefills: Sequence[int] = (), decodes: int = 0, context: int = 1
+  pages: PageConfig,
+  *,
+  prefills: Sequence[int] = (),
+  start: int = 0,
+  decodes: int = 0,
+  context: int = 1,
 ) -> StepPlan:
-  """Whole prompts of these lengths in the first rows, `decodes` of `context` tokens in the last.
+  """Prompts of these lengths in the first rows, `decodes` of `context` tokens in the last.
 
-  Only the last prompt emits a token, so that many prompts fill a bucket as one would.
+  Whole prompts, or chunks behind `start` cached tokens each. Only the last prompt emits a token, so
+  that many prompts fill a bucket as one would.
   Where a pool has too few pages for all of them, rows share pages: what is computed is meaningless,
   its cost is not.
 
   Raises:
     ValueError: more rows or longer ones than the pool has.
   """
-  longest = max([*prefills, context])
+  longest = max([*(start + num_tokens for num_tokens in prefills), context])
   if len(prefills) + decodes > pages.num_rows or longest > pages.capacity_tokens:
     raise ValueError(
-      f"prefills={tuple(prefills)} and {decodes} decodes of {context} tokens do not fit "
-      f"{pages.num_rows} rows of {pages.capacity_tokens} tokens"
+      f"prefills={tuple(prefills)} behind {start} tokens and {decodes} decodes of {context} do not "
+      f"fit {pages.num_rows} rows of {pages.capacity_tokens} tokens"
     )
   decode_rows = tuple(range(pages.num_rows - decodes, pages.num_rows))
   entries = [
@@ -41,8 +47,8 @@ def probe_plan(
         request_id=-1,
         generation=0,
         row=row,
-        num_prompt_tokens=num_tokens,
-        start=0,
+        num_prompt_tokens=start + num_tokens,
+        start=start,
         num_tokens=num_tokens,
         token_ids=(0,) * num_tokens,
         emits_token=row == len(prefills) - 1,

@@ -83,12 +83,18 @@ def test_kernel_is_reference():
   check(kernel(), MIXED)
 
 
-@pytest.mark.parametrize("name", SWEEP)
+@pytest.mark.parametrize(
+  "name",
+  [pytest.param(name, marks=[pytest.mark.slow] * (i > 2)) for i, name in enumerate(SWEEP)],
+)
 def test_kernel_is_reference_in_every_shape(name):
   check(kernel(), SWEEP[name])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+  "dtype",
+  [pytest.param(dtype, marks=[pytest.mark.slow] * (i > 0)) for i, dtype in enumerate(DTYPES)],
+)
 def test_the_check_catches_mutations(dtype):
   case = dataclasses.replace(MIXED, dtype=dtype, **LIMITS)
   check(kernel(), case)
