@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, ValuesView
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from pdjax.core.costs import StepCounts, count_slices
 from pdjax.core.plan import DecodeSlices, PageUpdates, Slice, StepPlan, StepResult, Swap
@@ -36,6 +36,19 @@ class Policy(Protocol):
   def __call__(self, step: StepBuilder) -> None:
     """Offers sequences to `step`; everything else about the step is the builder's."""
     ...
+
+
+P = TypeVar("P", bound=Policy | type)
+
+
+def steady(policy: P) -> P:
+  """Marks a policy whose steps of decodes repeat while nobody comes or goes.
+
+  It then gives each that runs a token, whatever their lengths. A simulator takes such steps in one
+  stroke, those of other policies one at a time.
+  """
+  policy.is_steady = True
+  return policy
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -418,7 +431,8 @@ class Scheduler:
     """
     running = self.running.values()
     if (
-      plan.prefills
+      not getattr(self.policy, "is_steady", False)
+      or plan.prefills
       or plan.preempted  # queued after the policy looked
       or plan.swap_outs
       or plan.swap_ins

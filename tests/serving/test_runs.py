@@ -53,10 +53,12 @@ def steps_s(plan, num_steps):
   return seconds(counts, counts.num_decode_keys + counts.num_decodes * np.arange(num_steps))
 
 
-def history(strategy, requests, *, in_strokes, cancels=(), role_changes=(), **options):
+def history(strategy, requests, *, in_strokes, policy=None, cancels=(), role_changes=(), **options):
   """The log of one run, with runs of steps or without."""
   cluster = make_cluster(strategy, **options)
   for pool in cluster.pools:
+    if policy is not None:
+      pool.scheduler.become(policy, pool.scheduler.config)
     pool.executor = SimExecutor(
       step_s=step_s, steps_s=steps_s if in_strokes else None, link=LINK, bytes_per_token=8
     )
@@ -103,6 +105,21 @@ def test_strokes_give_the_history_of_single_steps(strategy, rate_rps):
   log = assert_same(strategy, requests)
   runs = [e for e in log if isinstance(e, DecodeRun)]
   assert sum(len(e.ends_s) for e in runs) > 2 * len(runs) > 0
+
+
+def test_a_policy_that_does_not_say_that_its_steps_repeat_takes_them_one_at_a_time():
+  def shortest_first(step):
+    for seq in sorted(step.decoding, key=lambda seq: seq.num_tokens)[:2]:
+      step.advance(seq)
+    step.prefill()
+    step.admit()
+
+  requests = make_requests(20, seed=3, rate_rps=60.0, output=(1, 60))
+  logs = [
+    history("mixed", requests, in_strokes=in_strokes, policy=shortest_first)
+    for in_strokes in (False, True)
+  ]
+  assert list(logs[0]) == list(logs[1])
 
 
 @settings(max_examples=60, deadline=None)

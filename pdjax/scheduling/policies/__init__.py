@@ -18,6 +18,7 @@ from pdjax.scheduling.policies.prefill_first import prefill_first
 from pdjax.scheduling.policies.prefill_only import prefill_only
 from pdjax.scheduling.policies.sarathi import Sarathi
 from pdjax.scheduling.policies.shortest_prefill_first import ShortestPrefillFirst
+from pdjax.scheduling.policies.sim_dist_serve import SimDistServe
 from pdjax.scheduling.policies.simple_chunking import SimpleChunking
 from pdjax.scheduling.scheduler import Policy
 
@@ -56,6 +57,7 @@ POLICIES: dict[str, PolicySpec] = {
   "fcfs": PolicySpec(policy=fcfs, chunks=True, mixes=True),
   "shortest_prefill_first": PolicySpec(policy=ShortestPrefillFirst, chunks=True, mixes=True),
   "deadline": PolicySpec(policy=Deadline, chunks=True, mixes=True),
+  "sim_dist_serve": PolicySpec(policy=SimDistServe, chunks=False, mixes=False),
   "prefill_only": PolicySpec(policy=prefill_only, chunks=False, mixes=False, half="prefill"),
   "prefill_chunks": PolicySpec(policy=prefill_chunks, chunks=True, mixes=False, half="prefill"),
   "decode_only": PolicySpec(

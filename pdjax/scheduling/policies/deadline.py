@@ -8,11 +8,12 @@ import weakref
 from pdjax.core.costs import StepCounts, count_slices
 from pdjax.core.sequence import Sequence
 from pdjax.scheduling.policies.ranking import Ranking
-from pdjax.scheduling.scheduler import StepBuilder
+from pdjax.scheduling.scheduler import StepBuilder, steady
 
 _DECAY = 0.995  # of the prefill rate seen so far, a step
 
 
+@steady
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class Deadline:
   """Prompts by deadline, in chunks as large as the decodes' slack allows (Niyama, QoServe).

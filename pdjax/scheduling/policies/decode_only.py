@@ -1,6 +1,7 @@
-from pdjax.scheduling.scheduler import StepBuilder
+from pdjax.scheduling.scheduler import StepBuilder, steady
 
 
+@steady
 def decode_only(step: StepBuilder) -> None:
   """The decode pool: one token of every sequence.
 

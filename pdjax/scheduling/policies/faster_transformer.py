@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import itertools
 
-from pdjax.scheduling.scheduler import StepBuilder
+from pdjax.scheduling.scheduler import StepBuilder, steady
 
 
+@steady
 class FasterTransformer:
   """Request-level batching: a batch decodes to its end before the next one starts.
 

@@ -1,6 +1,7 @@
-from pdjax.scheduling.scheduler import StepBuilder
+from pdjax.scheduling.scheduler import StepBuilder, steady
 
 
+@steady
 def fcfs(step: StepBuilder) -> None:
   """Iteration-level first come, first served: running ones as admitted, then the queue.
 

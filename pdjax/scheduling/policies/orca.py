@@ -1,6 +1,7 @@
-from pdjax.scheduling.scheduler import StepBuilder
+from pdjax.scheduling.scheduler import StepBuilder, steady
 
 
+@steady
 def orca(step: StepBuilder) -> None:
   """Iteration-level batching: decodes beside whole new prompts (Orca; Sarathi-Serve, Algorithm 2).
 

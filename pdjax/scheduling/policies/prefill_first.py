@@ -1,6 +1,7 @@
-from pdjax.scheduling.scheduler import StepBuilder
+from pdjax.scheduling.scheduler import StepBuilder, steady
 
 
+@steady
 def prefill_first(step: StepBuilder) -> None:
   """Prompts before decodes: a step is all prefill or all decode (vLLM before chunking).
 

@@ -3,9 +3,10 @@ from __future__ import annotations
 import dataclasses
 
 from pdjax.core.sequence import Sequence
-from pdjax.scheduling.scheduler import StepBuilder
+from pdjax.scheduling.scheduler import StepBuilder, steady
 
 
+@steady
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sarathi:
   """Stall-free batching: every decode, then chunks of prompts (Sarathi-Serve, Algorithm 3).

@@ -5,9 +5,10 @@ import math
 
 from pdjax.core.sequence import Sequence
 from pdjax.scheduling.policies.ranking import Ranking
-from pdjax.scheduling.scheduler import StepBuilder
+from pdjax.scheduling.scheduler import StepBuilder, steady
 
 
+@steady
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class ShortestPrefillFirst:
   """Every decode, then the prompt with the least left, started or not, with ageing.

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
-from pdjax.scheduling.scheduler import StepBuilder
+from pdjax.scheduling.scheduler import StepBuilder, steady
 
 
+@steady
 class SimpleChunking:
   """Chunks that never mix with decodes: a prefill turn, a decode turn (Sarathi-Serve, Table 4).
 

@@ -1,0 +1,412 @@
+"""Step times against published measurements: what is fitted on what, and how far off it is.
+
+A step is composed of the medians of its operators where only those were published, without host
+time; those of Splitwise are whole iterations as they ran. For each source one model's operators are
+fitted, a random half of the points of each (`Operators.split`). The held-out half makes the steps
+that judge the fit, all points of the other models make theirs. Nothing is left out: contexts that a
+model was not made for are listed apart, and so are Splitwise's TP 2, batch 64 rows, which take less
+time than a batch of one and look like out-of-memory artefacts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from configs.hardware import HARDWARE, LINKS
+from configs.models import MODELS
+from experiments.validation.measured import (
+  LLAMA_31_8B,
+  LLAMA_31_70B,
+  Aiconfigurator,
+  Operators,
+  llmservingsim,
+  splitwise,
+  tpu_v6e,
+  vidur_all_reduce,
+  vidur_attention,
+  vidur_layers,
+)
+from pdjax.core.names import pick
+from pdjax.sim.fitting import Errors, Timing, fit, predict
+from pdjax.sim.hardware import Device, Fit, Link
+
+HELD_OUT, OTHERS, APART = "held out", "other models", "apart"
+TABLES = "held, tables"
+TABLE, ONE_KERNEL, TWO_KERNELS = "fused, table", "fused, fit", "fused, as two"
+TARGETS = {HELD_OUT: (5.0, 15.0), OTHERS: (7.0, 20.0), TABLE: (8.0, 30.0)}  # median, p95; percent
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+  """One device as one engine's kernels were timed on it.
+
+  `fitted` are the operators of one model, `besides` others that belong to no model or that the
+  source lacks. `others` are models that the fit never sees.
+  """
+
+  name: str
+  device: Device
+  link: Link | None = None
+  fitted: Operators
+  besides: tuple[Operators, ...] = ()
+  others: tuple[Operators, ...] = ()
+
+  def timings(self) -> list[Timing]:
+    """What is fitted: half of each operator's points."""
+    halves = [operators.split()[0] for operators in (self.fitted, *self.besides)]
+    return [timing for half in halves for timing in half.timings()]
+
+  def fit(self) -> Fit:
+    """One kernel for chunks and decodes is fitted last, by itself, on the points of its table."""
+    found = fit(self.timings(), self.device, link=self.link, start=Fit()).fit
+    if not self.fitted.mixed:
+      return found
+    return fit(self.fitted.thinned()[0].mixed_timings(), self.device, start=found).fit
+
+
+class Compared(NamedTuple):
+  """Steps of one kind of one model, predicted and measured."""
+
+  source: str
+  group: str  # HELD_OUT, OTHERS, APART, TABLE, ONE_KERNEL, TWO_KERNELS
+  model: str
+  kind: str  # prefill, decode, mixed
+  predicted_s: np.ndarray
+  measured_s: np.ndarray
+
+
+class Row(NamedTuple):
+  """A line of the table. `target`: median and p95 to reach, None for what is listed apart."""
+
+  source: str
+  group: str
+  kind: str
+  models: str
+  errors: Errors
+  target: tuple[float, float] | None
+
+  @property
+  def is_reached(self) -> bool | None:
+    if self.target is None:
+      return None
+    return self.errors.median <= self.target[0] and self.errors.p95 <= self.target[1]
+
+
+def source_of(name: str, data: pathlib.Path) -> Source:
+  """One of `SOURCES`, read from the folder of published data.
+
+  Raises:
+    ValueError: no such source.
+    OSError: a file that is not there.
+  """
+  return pick(SOURCES, name, "source of timings")(name, data / "measured")
+
+
+def _vllm(name: str, folder: pathlib.Path, *, gemm: str, all_reduce: str, link: str) -> Source:
+  """vLLM's matrices and attention; what is elementwise from another source of the same die.
+
+  Of H200 and L40S there is none: those of H100 and RTX 4090 (the same generation) stand in.
+  """
+  hardware = name.split()[0]
+  tables = Aiconfigurator(
+    folder=folder / "aiconfigurator",
+    gemm=gemm,
+    attention=gemm.replace("gemm", "attention"),
+    all_reduce=all_reduce,
+  )
+  if hardware == "l40s":
+    ada = llmservingsim(folder / "llmservingsim", "RTX4090")
+    elementwise = Operators(model=ada.model, elementwise=ada.elementwise)
+  else:
+    die, small = "a100" if hardware.startswith("a100") else "h100", MODELS["llama2-7b"]
+    layers = vidur_layers(folder / "vidur" / f"mlp_{die}_Llama-2-7b-hf.csv", small, 1)
+    elementwise = Operators(model=small, elementwise=layers["elementwise"])
+  splits = [tables.operators(LLAMA_31_8B, tp) for tp in (2, 4, 8)]
+  return Source(
+    name=name,
+    device=HARDWARE[hardware],
+    link=LINKS[link],
+    fitted=tables.operators(LLAMA_31_8B),
+    besides=(
+      elementwise,
+      *(Operators(model=o.model, tp=o.tp, all_reduce=o.all_reduce) for o in splits),
+    ),
+    others=(
+      *splits,
+      *(tables.operators(LLAMA_31_70B, tp) for tp in (2, 4, 8)),
+      *(tables.operators(MODELS["llama2-7b"], tp) for tp in (1, 4, 8)),
+      tables.operators(MODELS["opt-13b"]),
+    ),
+  )
+
+
+def _a100_vidur(name: str, folder: pathlib.Path) -> Source:
+  """Vidur's layers; attention is Frontier's on an A800 (the same die), Vidur's own or vLLM's.
+
+  Vidur's own is of Llama-2-70B alone.
+  """
+  vidur = folder / "vidur"
+  attention = folder / "frontier" / "attention_a800_Llama-2-7b_tp1.csv"
+  network = vidur / "net_a100_dgx_all_reduce.csv"
+  small, large = MODELS["llama2-7b"], MODELS["llama2-70b"]
+  vllm = Aiconfigurator(
+    folder=folder / "aiconfigurator",
+    gemm="a100_sxm__gemm_vllm_0.14.0",
+    attention="a100_sxm__attention_vllm_0.14.0",
+    all_reduce="a100_sxm__comm_vllm_0.14.0__custom_allreduce",
+  ).operators(LLAMA_31_8B)
+  return Source(
+    name=name,
+    device=HARDWARE["a100"],
+    link=LINKS["nvlink"],
+    fitted=Operators(
+      **vidur_layers(vidur / "mlp_a100_Llama-2-7b-hf.csv", small, 1), **vidur_attention(attention)
+    ),
+    besides=tuple(
+      Operators(model=small, tp=tp, all_reduce=vidur_all_reduce(network, small, tp))
+      for tp in (2, 4, 8)
+    ),
+    others=(
+      Operators(
+        **vidur_layers(vidur / "mlp_a100_Llama-2-70b-hf.csv", large, 2),
+        **vidur_attention(vidur / "attention_a100_llama2-70b_tp2_e2d00e9.csv"),
+        all_reduce=vidur_all_reduce(network, large, 2),
+      ),
+      Operators(
+        **vidur_layers(vidur / "mlp_a100_Meta-Llama-3-8B.csv", LLAMA_31_8B, 1),
+        prefill=vllm.prefill,
+        decode=vllm.decode,
+      ),
+    ),
+  )
+
+
+def _h100_vidur(name: str, folder: pathlib.Path) -> Source:
+  """Vidur's layers with vLLM's attention, where that was timed for as many heads on one device.
+
+  So there are decodes at TP 4 and 8 alone. Decode attention is fitted to that of Llama-3.1-8B.
+  """
+  vidur, small = folder / "vidur", MODELS["llama2-7b"]
+  network = vidur / "net_h100_dgx_all_reduce.csv"
+  vllm = Aiconfigurator(
+    folder=folder / "aiconfigurator",
+    gemm="h100_sxm__gemm_vllm_0.24.0",
+    attention="h100_sxm__attention_vllm_0.24.0",
+    all_reduce="h100_sxm__comm_vllm_0.24.0__custom_allreduce",
+  )
+
+  def split(tp: int) -> Operators:
+    heads = vllm.operators(small, tp)
+    return Operators(
+      **vidur_layers(vidur / "mlp_h100_Llama-2-7b-hf.csv", small, tp),
+      prefill=heads.prefill,
+      decode=heads.decode,
+      all_reduce=vidur_all_reduce(network, small, tp) if tp > 1 else {},
+    )
+
+  return Source(
+    name=name,
+    device=HARDWARE["h100"],
+    link=LINKS["nvlink4"],
+    fitted=split(1),
+    besides=(
+      Operators(model=LLAMA_31_8B, decode=vllm.operators(LLAMA_31_8B).decode),
+      *(
+        Operators(model=small, tp=tp, all_reduce=vidur_all_reduce(network, small, tp))
+        for tp in (2, 4, 8)
+      ),
+    ),
+    others=(split(2), split(4), split(8)),
+  )
+
+
+def _llmservingsim(name: str, folder: pathlib.Path, *, hardware: str) -> Source:
+  fitted = llmservingsim(folder / "llmservingsim", hardware)
+  return Source(name=name, device=HARDWARE[name.split()[0]], fitted=fitted)
+
+
+def _tpu(name: str, folder: pathlib.Path) -> Source:
+  fitted = tpu_v6e(folder / "llmservingsim")
+  return Source(name=name, device=HARDWARE["tpu-v6e"], fitted=fitted)
+
+
+SOURCES: dict[str, Callable[[str, pathlib.Path], Source]] = {
+  "a100 vidur": _a100_vidur,
+  "a100-vllm aiconfigurator": functools.partial(
+    _vllm,
+    gemm="a100_sxm__gemm_vllm_0.14.0",
+    all_reduce="a100_sxm__comm_vllm_0.14.0__custom_allreduce",
+    link="nvlink",
+  ),
+  "h100 vidur": _h100_vidur,
+  "h100 aiconfigurator": functools.partial(
+    _vllm,
+    gemm="h100_sxm__gemm_vllm_0.24.0",
+    all_reduce="h100_sxm__comm_vllm_0.24.0__custom_allreduce",
+    link="nvlink4",
+  ),
+  "h200 aiconfigurator": functools.partial(
+    _vllm,
+    gemm="h200_sxm__gemm_vllm_0.24.0",
+    all_reduce="h200_sxm__comm_nccl_2.29.2__nccl",
+    link="nvlink4",
+  ),
+  "l40s aiconfigurator": functools.partial(
+    _vllm,
+    gemm="l40s__gemm_vllm_0.24.0",
+    all_reduce="l40s__comm_nccl_2.27.3__nccl",
+    link="pcie4",
+  ),
+  "rtx-pro-6000 llmservingsim": functools.partial(_llmservingsim, hardware="RTXPRO6000"),
+  "rtx-4090 llmservingsim": functools.partial(_llmservingsim, hardware="RTX4090"),
+  "tpu-v6e llmservingsim": _tpu,
+}
+"""By name; the first word is the device in `configs.hardware`."""
+
+
+def compared(source: Source, fitted: Fit) -> Iterator[Compared]:
+  """All steps that can be made of a source, by a fit of its half."""
+  groups = [(HELD_OUT, source.fitted.split()[1])]
+  groups += [(OTHERS, operators) for operators in source.others]
+  for group, operators in groups:
+    for kind, steps in operators.steps().items():
+      for part, of in _by_context(group, operators.model.max_len, steps):
+        predicted_s = predict(fitted, of, source.device, source.link)
+        measured_s = np.array([step.seconds for step in of])
+        yield Compared(source.name, part, operators.name, kind, predicted_s, measured_s)
+
+
+def _by_context(
+  group: str, max_len: int, steps: Sequence[Timing]
+) -> Iterator[tuple[str, list[Timing]]]:
+  """Steps within what the model was made for, and those beyond."""
+
+  def longest(step: Timing) -> float:
+    counts = step.counts
+    return max(
+      counts.num_prefill_keys / max(1, counts.num_prefills),
+      counts.num_decode_keys / max(1, counts.num_decodes),
+    )
+
+  within = [step for step in steps if longest(step) <= max_len]
+  beyond = [step for step in steps if longest(step) > max_len]
+  yield from ((name, of) for name, of in ((group, within), (APART, beyond)) if of)
+
+
+def tables_compared(source: Source) -> Iterator[Compared]:
+  """Held-out steps by tables of the fitted half, where chunks behind cached tokens were timed."""
+  half, held_out = source.fitted.split()
+  tables = dataclasses.replace(half, mixed={}).tables()
+  for kind, steps in held_out.steps().items():
+    predicted_s = np.array([tables.terms_of(step.counts).total_s for step in steps])
+    measured_s = np.array([step.seconds for step in steps])
+    yield Compared(source.name, TABLES, source.fitted.name, kind, predicted_s, measured_s)
+
+
+def mixed_compared(source: Source, fitted: Fit) -> Iterator[Compared]:
+  """Steps whose attention was one kernel for both kinds, by a table and by the roofline.
+
+  Table and fit have every second value of each axis of that kernel's timings, and the fitted half
+  of all other operators; the steps are those of all other points.
+  """
+  half, held_out = source.fitted.split()
+  coarse, rest = source.fitted.thinned()
+  steps = dataclasses.replace(held_out, mixed=rest.mixed).mixed_steps()
+  measured_s = np.array([step.seconds for step in steps])
+  tables = dataclasses.replace(half, mixed=coarse.mixed).tables()
+  one = [step._replace(ops=_one_kernel(step.ops)) for step in steps]
+  for group, predicted_s in (
+    (TABLE, np.array([tables.terms_of(step.counts).total_s for step in steps])),
+    (ONE_KERNEL, predict(fitted, one, source.device)),
+    (TWO_KERNELS, predict(fitted, steps, source.device)),
+  ):
+    yield Compared(source.name, group, source.fitted.name, "mixed", predicted_s, measured_s)
+
+
+def _one_kernel(ops: tuple[str, ...]) -> tuple[str, ...]:
+  kept = (op for op in ops if op not in ("attention_prefill", "attention_decode"))
+  return (*kept, "attention_mixed")
+
+
+def splitwise_compared(data: pathlib.Path) -> Iterator[Compared]:
+  """Whole iterations of Llama-2-70B, half of them fitted; BLOOM-176B is the other model."""
+  link = {"a100": LINKS["nvlink"], "h100": LINKS["nvlink4"]}
+  for hardware in ("a100-80gb", "h100-80gb", "h100-80gb-pcap"):
+    name = hardware.split("-")[0]
+    steps = splitwise(data / "measured" / "splitwise" / "perf_model.csv", hardware)
+    groups: dict[str, list[tuple[str, Timing]]] = {HELD_OUT: [], OTHERS: [], APART: []}
+    for kind, _, batch, step in steps:
+      odd = step.tp == 2 and batch == 64
+      own = step.model is MODELS["llama2-70b"]
+      groups[APART if odd else HELD_OUT if own else OTHERS].append((kind, step))
+    own = groups[HELD_OUT]
+    random.Random(0).shuffle(own)
+    groups[HELD_OUT] = own[len(own) // 2 :]
+    device = HARDWARE[name]
+    chosen = [step for _, step in own[: len(own) // 2]]
+    fitted = fit(chosen, device, link=link[name], start=Fit()).fit
+    for group, pairs in groups.items():
+      for kind in ("prefill", "decode"):
+        of = [step for its, step in pairs if its == kind]
+        if of:
+          predicted_s = predict(fitted, of, device, link[name])
+          measured_s = np.array([step.seconds for step in of])
+          model = of[0].model.name
+          yield Compared(f"{hardware} splitwise", group, model, kind, predicted_s, measured_s)
+
+
+def rows_of(found: Iterable[Compared]) -> list[Row]:
+  """A row for each source, group and kind, all models together."""
+  pooled: dict[tuple[str, str, str], list[Compared]] = {}
+  for one in found:
+    pooled.setdefault((one.source, one.group, one.kind), []).append(one)
+  return [
+    Row(
+      source,
+      group,
+      kind,
+      ", ".join(dict.fromkeys(one.model for one in parts)),
+      Errors.of(
+        np.concatenate([one.predicted_s for one in parts]),
+        np.concatenate([one.measured_s for one in parts]),
+      ),
+      TARGETS.get(group),
+    )
+    for (source, group, kind), parts in pooled.items()
+  ]
+
+
+def step_rows(data: pathlib.Path) -> list[Row]:
+  """The whole table: a fit of each source's half, judged by all that it never saw."""
+  found: list[Compared] = []
+  for name in SOURCES:
+    source = source_of(name, data)
+    fitted = source.fit()
+    found += compared(source, fitted)
+    if any(before for _, before, _ in source.fitted.prefill):
+      found += tables_compared(source)
+    if source.fitted.mixed:
+      found += mixed_compared(source, fitted)
+  return rows_of([*found, *splitwise_compared(data)])
+
+
+def table(rows: Sequence[Row]) -> str:
+  """The rows as text: errors are median / 95th percentile."""
+  lines = [
+    f"{'source':<28}{'steps':<14}{'kind':<9}{'n':>6}  {'error':>14}  {'bias':>6}  {'asked':<8}",
+  ]
+  for row in rows:
+    asked = "" if row.target is None else "{:g} / {:g}".format(*row.target)
+    verdict = {True: "", False: "  missed", None: ""}[row.is_reached]
+    lines.append(
+      f"{row.source:<28}{row.group:<14}{row.kind:<9}{row.errors.num_points:>6}  "
+      f"{row.errors!s:>14}  {row.errors.bias:>+5.1f}%  {asked:<8}{verdict}".rstrip()
+    )
+  return "\n".join(lines)

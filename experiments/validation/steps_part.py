@@ -1,0 +1,55 @@
+"""The part of the validation suite about single steps."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+
+from experiments.validation.page import Reached, Section
+from experiments.validation.replay import markdown_table
+from experiments.validation.steps import TARGETS, step_rows
+
+
+def part(data_dir: pathlib.Path, show: Callable[[str], None]) -> Section:
+  """A row for each source, group and kind of step."""
+  title = "Step times"
+  folder = data_dir / "measured"
+  if not folder.is_dir():
+    return Section(title=title, missing="there is no folder measured")
+  show("step times: fitting half of the operators of each source")
+  rows = step_rows(data_dir)
+  words = {True: "yes", False: "**no**", None: ""}
+  table = [("source", "steps", "kind", "n", "error, %: median / p95", "bias, %", "asked", "met")]
+  table += [
+    (
+      row.source,
+      row.group,
+      row.kind,
+      f"{row.errors.num_points:,}",
+      f"{row.errors.median:.1f} / {row.errors.p95:.1f}",
+      f"{row.errors.bias:+.1f}",
+      "" if row.target is None else "{:g} / {:g}".format(*row.target),
+      words[row.is_reached],
+    )
+    for row in rows
+  ]
+  reached = []
+  for group, (median, p95) in TARGETS.items():
+    verdicts = [row.is_reached for row in rows if row.group == group]
+    reached.append(
+      Reached(
+        f"Step times, {group}: absolute error, median / p95",
+        f"{median:g} / {p95:g} %",
+        f"by {sum(verdicts)} of {len(verdicts)} rows",
+        all(verdicts),
+      )
+    )
+  text = f"""Steps of an engine, or sums of what their operators took. Of each source (a device and
+an engine) half of the points of one model's operators were fitted; the other half makes the steps
+that are held out, other models of the device were not seen at all. Listed apart: contexts that a
+model was not made for, and Splitwise's TP 2, batch 64 rows. Fused: one kernel for the attention of
+prompts and decodes, by its measured table (every second point of it), by a fit, or taken for two
+kernels. How is in `experiments/validation/steps.py`.
+
+{markdown_table(table)}"""
+  return Section(title=title, reached=reached, text=text)
