@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import queue
 import threading
 from collections.abc import Collection, Iterator, Sequence
@@ -54,13 +55,14 @@ def build_executors(
   stage, and `layer_groups` into how many groups the layers of a stage are cut, so that they can be
   handed over one by one; not given, 1. Groups of one kind of device whose stages have one size
   share their steps: traced once, compiled once for each stage. `attention` is one of
-  `kernels.choice.ATTENTION`.
+  `kernels.choice.ATTENTION`. Pages are handed over in cuts along kv heads, as fine as the pools of
+  these groups need to give them to one another: then none is cut or joined on its way.
 
   Raises:
     ValueError: the model cannot be split over a group, or has too few layers.
   """
   steps: dict[tuple[int, str], Steps] = {}
-  executors = []
+  pools = []
   ones = (1,) * len(groups)
   for group, pp, cuts in zip(groups, stages or ones, layer_groups or ones, strict=True):
     if pp < 1 or len(group) % pp:
@@ -70,8 +72,20 @@ def build_executors(
     key = tp, group[0].device_kind  # which kernels are best on
     if key not in steps:
       steps[key] = Steps(model, make_attention(model, pages, meshes[0], layout, attention))
-    executors.append(JaxExecutor(model, steps[key], pages, buckets, meshes, groups_per_stage=cuts))
-  return executors
+    pools.append((steps[key], meshes, cuts))
+  num_parts = math.lcm(*(own.num_shards for own, _, _ in pools))
+  return [
+    JaxExecutor(
+      model,
+      own,
+      pages,
+      buckets,
+      meshes,
+      groups_per_stage=cuts,
+      num_cuts=num_parts // own.num_shards,
+    )
+    for own, meshes, cuts in pools
+  ]
 
 
 def make_attention(

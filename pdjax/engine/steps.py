@@ -1,4 +1,4 @@
-"""Every compiled function of the engine, in one place, but for the cuts and joins of transfer.py.
+"""Every compiled function of the engine, in one place, but for one of transfer.py.
 
   function         donates                  static shapes                compiled once per
   prefill_step     cache, last_token, seen  T                            bucket, layers and mesh
@@ -9,8 +9,8 @@
   mixed_layers     cache                    as its step                  bucket, layers and mesh
   add_seen         seen                                                  mesh
   set_last_token   last_token                                            mesh
-  gather_pages     nothing                  number of pages, of layers   bucket and mesh
-  scatter_pages    cache                    number of pages, of layers   bucket and mesh
+  gather_pages     nothing                  pages, layers, cuts          bucket and mesh
+  scatter_pages    cache                    pages, layers, cuts          bucket and mesh
   last_logits      nothing                  T                            when tokens are explained
 
 The three steps are one forward through the weights; they differ in `attend` alone. `mixed_step`
@@ -81,6 +81,12 @@ class Steps:
     self.scatter_pages = self._jit("scatter_pages", self._scatter, donate=("cache",))
     self.last_logits = self._jit("last_logits", self._logits, donate=())
 
+  @property
+  def num_shards(self) -> int:
+    """Over how many devices the kv heads of pieces are split; 1 if each device has all of them."""
+    mesh = self.attention.mesh
+    return 1 if mesh is None or self._layout.kv_copies > 1 else mesh.size
+
   def _jit(self, name: str, function, donate: tuple[str, ...]):
     @functools.wraps(function)
     def traced(*args):
@@ -88,7 +94,7 @@ class Steps:
       return function(*args)
 
     traced.__name__ = name
-    static = {"layers"} & inspect.signature(function).parameters.keys()
+    static = {"layers", "num_cuts"} & inspect.signature(function).parameters.keys()
     return jax.jit(traced, donate_argnames=donate, static_argnames=static)
 
   # The three steps are one function of different inputs: with slices of prompts, decodes, or both.
@@ -159,8 +165,11 @@ class Steps:
   def _set_token(self, last_token, row, token_id):
     return last_token.at[row].set(token_id)
 
-  def _gather(self, cache, page_ids: jax.Array):  # [n] -> pieces
-    return kv_cache.gather(self._layout, cache, page_ids)
+  def _gather(self, cache, page_ids: jax.Array, num_cuts: int):  # [n] -> cuts
+    how = {"num_shards": self.num_shards, "num_cuts": num_cuts}
+    return tuple(
+      kv_cache.gather(self._layout, cache, page_ids, cut=cut, **how) for cut in range(num_cuts)
+    )
 
-  def _scatter(self, cache, page_ids: jax.Array, pieces):
-    return kv_cache.scatter(self._layout, cache, page_ids, pieces)
+  def _scatter(self, cache, page_ids: jax.Array, cuts):
+    return kv_cache.scatter(self._layout, cache, page_ids, cuts, num_shards=self.num_shards)

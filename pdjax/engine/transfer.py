@@ -1,27 +1,27 @@
-"""The hand-off of KV pages between meshes of any sizes: gather -> cut, copy, join -> scatter.
+"""The hand-off of KV pages between meshes of any sizes: gather -> copy -> scatter.
 
 A payload is the pieces of each range of layers that lie together, on the stages of a pool.
 
 `jax.device_put` to a mesh of another size stages through the host and blocks until the array is
-there. So each device of the source cuts its shard into what the target's devices want (nothing to
-cut where the sizes are equal), the cuts go device to device, and a target device joins what it got.
+there. So where the pools of a process differ in size, a gather writes cuts along the heads, of one
+size in all these pools, they go device to device, and a scatter reads those that a device got.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Sharding, SingleDeviceSharding
 
 Range = tuple[int, int]  # [start, stop)
-Box = tuple[Range, ...]  # of a shard, along each axis of the array
-Payload = dict[Range, jax.Array]  # layers -> their pieces [2, L, K, positions, h]
-_LAYER_AXIS = 1
+Pieces = jax.Array | tuple[jax.Array, ...]  # [2, L, K, positions, h], or its cuts along K
+Payload = dict[Range, Pieces]  # by layers
+_Cut = tuple[int, jax.Device]  # the number of an array among cuts, and which shard of it
+_LAYERS, _HEADS = 1, 2  # axes of pieces
 
 
 def host_sharding(sharding: Sharding) -> Sharding:
@@ -30,138 +30,123 @@ def host_sharding(sharding: Sharding) -> Sharding:
   return sharding if platform == "cpu" else sharding.with_memory_kind("pinned_host")
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ReshardPlan:
-  """Which part of which shard goes where. Plain data: shards by number, parts along one axis.
+def make_plan(sources: Sequence[Range], targets: Sequence[Range]) -> list[list[int]]:
+  """By number, the cuts that each target is made of, in order. Plain data: ranges of heads.
 
-  `cuts` has the ranges that each source shard is cut into, none where nobody reads it; `takes` the
-  (source shard, number of the cut) that each target shard is joined from, in order.
-  """
-
-  axis: int
-  cuts: tuple[tuple[Range, ...], ...]
-  takes: tuple[tuple[tuple[int, int], ...], ...]
-
-
-def make_plan(sources: Sequence[Box], targets: Sequence[Box]) -> ReshardPlan:
-  """The plan for shards that are these boxes of one array.
-
-  A target shard reads each of its elements once. Of several source shards that hold it (replicas)
-  the one reads that has been read least so far, so that all their links are used.
+  A target reads each head once. Of several cuts that have it (replicas) the one is read that has
+  been read least so far, so that all their links are used.
 
   Raises:
-    ValueError: shards that are cut along more than one axis, or that do not cover a target.
+    ValueError: the cuts do not make up a target.
   """
-  split = [axis for axis, ranges in enumerate(zip(*sources, *targets)) if len(set(ranges)) > 1]
-  if len(split) > 1:
-    raise ValueError(f"shards must be split along one axis, the same on both sides, not {split}")
-  axis = split[0] if split else 0
-  cuts: list[list[Range]] = [[] for _ in sources]
   num_read = [0] * len(sources)
-
-  def take(at: int, end: int) -> tuple[int, int, int]:
-    """Source, cut and end of the first part of [at, end)."""
-    holders = [i for i, box in enumerate(sources) if box[axis][0] <= at < box[axis][1]]
-    if not holders:
-      raise ValueError(f"no source shard holds {at} of axis {axis}: {sources}")
-    source = min(holders, key=num_read.__getitem__)
-    first, last = sources[source][axis]
-    stop = min(end, last)
-    cut = (at - first, stop - first)
-    num_read[source] += stop - at
-    if cut not in cuts[source]:
-      cuts[source].append(cut)
-    return source, cuts[source].index(cut), stop
-
-  takes = []
-  for box in targets:
-    at, end = box[axis]
-    taken = []
+  plan = []
+  for at, end in targets:
+    taken: list[int] = []
     while at < end:
-      source, cut, at = take(at, end)
-      taken.append((source, cut))
-    takes.append(tuple(taken))
-  return ReshardPlan(axis=axis, cuts=tuple(map(tuple, cuts)), takes=tuple(takes))
+      found = [i for i, (first, last) in enumerate(sources) if first == at and last <= end]
+      if not found:
+        raise ValueError(f"no cut is of heads {at} to {end} at most: {sorted(set(sources))}")
+      taken.append(min(found, key=num_read.__getitem__))
+      num_read[taken[-1]] += 1
+      _, at = sources[taken[-1]]
+    plan.append(taken)
+  return plan
 
 
 class Reshard:
-  """Copies arrays of other meshes to one sharding. Compiles a cut or a join when it first meets it.
+  """Copies pieces of other meshes to one sharding. Compiles something only to leave out layers.
 
-  `num_traces` counts their tracings; after warm-up it must not move.
+  `num_traces` counts its tracings; after warm-up it must not move.
   """
 
   def __init__(self, target: Sharding):
     self._target = target
-    self._plans: dict[tuple[Sharding, tuple[int, ...]], tuple[list, list, ReshardPlan]] = {}
+    self._plans: dict[tuple, tuple[list[list[_Cut]], list[Sharding]]] = {}
     self.num_traces: collections.Counter[str] = collections.Counter()
-    self._cut = jax.jit(self._trace_cut, static_argnames=("axis", "ranges"))
-    self._join = jax.jit(self._trace_join, static_argnames="axis")
+    self._slice = jax.jit(self._trace_slice, static_argnames="part")
 
-  def _trace_cut(self, shard: jax.Array, *, axis: int, ranges: tuple[Range, ...]):
-    self.num_traces["cut"] += 1  # runs while tracing only
-    return [jax.lax.slice_in_dim(shard, *cut, axis=axis) for cut in ranges]
+  def _trace_slice(self, pieces: Pieces, *, part: Range) -> Pieces:
+    self.num_traces["take_layers"] += 1  # runs while tracing only
+    return jax.tree.map(lambda x: jax.lax.slice_in_dim(x, *part, axis=_LAYERS), pieces)
 
-  def _trace_join(self, parts: list[jax.Array], *, axis: int):
-    self.num_traces["join"] += 1
-    return jnp.concatenate(parts, axis)
-
-  def take_layers(self, pieces: jax.Array, held: Range, wanted: Range) -> jax.Array:
+  def take_layers(self, pieces: Pieces, held: Range, wanted: Range) -> Pieces:
     """Of pieces of the layers `held` those that are `wanted`. Work for the source's devices."""
     if wanted == held:
       return pieces
-    part = (wanted[0] - held[0], wanted[1] - held[0])
-    return self._cut(pieces, axis=_LAYER_AXIS, ranges=(part,))[0]
+    return self._slice(pieces, part=(wanted[0] - held[0], wanted[1] - held[0]))
 
-  def send(self, x: jax.Array) -> list[jax.Array]:
-    """Starts the copies of the parts; returns at once, also where `x` is being computed yet.
+  def send(self, pieces: Pieces) -> list[jax.Array]:
+    """Starts the copies; returns at once, also where `pieces` are being computed yet.
 
     Never donates: `jax.device_put` with `donate=True` between meshes crashes (jax 0.10 to 0.12), so
     the source is freed by dropping the reference.
+
+    Raises:
+      ValueError: pieces of a pool that was not built with this one, so they are cut otherwise, or
+        that are not split by heads alone.
     """
-    if x.sharding == self._target:  # perhaps also with devices of other processes
-      return [x]
-    sources, targets, plan = self._plan_of(x.sharding, x.shape)
-    shard_on = {shard.device: shard.data for shard in x.addressable_shards}
-    cut = [
-      self._cut_up(shard_on[device], plan.axis, ranges)
-      for device, ranges in zip(sources, plan.cuts, strict=True)
-    ]
-    parts = [cut[source][number] for taken in plan.takes for source, number in taken]
-    places = [place for place, taken in zip(targets, plan.takes, strict=True) for _ in taken]
+    if self._is_there(pieces):
+      return [pieces]
+    taken, places = self._plan_of(pieces)
+    on = [{s.device: s.data for s in x.addressable_shards} for x in jax.tree.leaves(pieces)]
+    parts = [on[number][device] for own in taken for number, device in own]
     return jax.device_put(parts, places)
 
-  def join(self, parts: Iterable[jax.Array], like: jax.Array) -> jax.Array:
-    """`like` on the target, from what `send` gave for it. Work for the target's devices.
-
-    So not before the parts are there: it would hold up every step behind the copy.
-    """
+  def join(self, parts: Iterable[jax.Array], like: Pieces) -> Pieces:
+    """`like` on the target, cut as pools there are, from what `send` gave; moves nothing."""
     left = iter(parts)
-    if like.sharding == self._target:
+    if self._is_there(like):
       return next(left)
-    _, _, plan = self._plan_of(like.sharding, like.shape)
-    shards = [[next(left) for _ in taken] for taken in plan.takes]
-    shards = [s[0] if len(s) == 1 else self._join(s, axis=plan.axis) for s in shards]
-    return jax.make_array_from_single_device_arrays(like.shape, self._target, shards)
+    taken, _ = self._plan_of(like)
+    on_each = [list(itertools.islice(left, len(own))) for own in taken]
+    num_heads = sum(x.shape[_HEADS] for x in jax.tree.leaves(like)) // len(taken[0])
+    shape = _with_heads(jax.tree.leaves(like)[0].shape, num_heads)
+    cuts = tuple(
+      jax.make_array_from_single_device_arrays(shape, self._target, list(shards))
+      for shards in zip(*on_each, strict=True)
+    )
+    return cuts if len(cuts) > 1 else cuts[0]
 
-  def _cut_up(self, shard: jax.Array, axis: int, ranges: tuple[Range, ...]) -> list[jax.Array]:
-    is_whole = ranges in ((), ((0, shard.shape[axis]),))
-    return [shard] if is_whole else self._cut(shard, axis=axis, ranges=ranges)
+  def _is_there(self, pieces: Pieces) -> bool:  # perhaps also with devices of other processes
+    return isinstance(pieces, jax.Array) and pieces.sharding == self._target
 
-  def _plan_of(self, source: Sharding, shape: tuple[int, ...]):
-    """The source's devices, the places on the target's, and the plan between them."""
-    if (source, shape) not in self._plans:
-      devices, boxes = _boxes(source, shape)
-      target_devices, target_boxes = _boxes(self._target, shape)
-      places = list(map(SingleDeviceSharding, target_devices))
-      self._plans[source, shape] = devices, places, make_plan(boxes, target_boxes)
-    return self._plans[source, shape]
+  def _plan_of(self, pieces: Pieces) -> tuple[list[list[_Cut]], list[Sharding]]:
+    """Which cuts each device of the target takes, and the places of all these."""
+    arrays = jax.tree.leaves(pieces)
+    key = tuple((x.sharding, x.shape) for x in arrays)
+    if key not in self._plans:
+      cuts, sources = [], []
+      for number, x in enumerate(arrays):
+        for device, (first, last) in _heads_on(x.sharding, x.shape):
+          # A shard of the whole lies cut by cut in the same shard of each array.
+          start = first * len(arrays) + number * (last - first)
+          cuts.append((number, device))
+          sources.append((start, start + last - first))
+      shape = _with_heads(arrays[0].shape, sum(x.shape[_HEADS] for x in arrays))
+      targets = _heads_on(self._target, shape)
+      plan = make_plan(sources, [heads for _, heads in targets])
+      taken = [[cuts[i] for i in numbers] for numbers in plan]
+      places = [SingleDeviceSharding(to) for (to, _), own in zip(targets, taken) for _ in own]
+      self._plans[key] = taken, places
+    return self._plans[key]
 
 
-def _boxes(sharding: Sharding, shape: tuple[int, ...]) -> tuple[list[jax.Device], list[Box]]:
-  """The devices of a sharding, and what part of an array each holds."""
-  indices = sharding.devices_indices_map(shape)
-  boxes = [tuple(s.indices(n)[:2] for s, n in zip(index, shape)) for index in indices.values()]
-  return list(indices), boxes
+def _heads_on(sharding: Sharding, shape: tuple[int, ...]) -> list[tuple[jax.Device, Range]]:
+  """The devices of a sharding, and what heads each holds.
+
+  Raises:
+    ValueError: it splits something else.
+  """
+  num_heads, on_each = shape[_HEADS], sharding.shard_shape(shape)
+  if on_each != _with_heads(shape, on_each[_HEADS]):
+    raise ValueError(f"pieces {shape} must be split by their heads alone, not into {on_each}")
+  indices = sharding.devices_indices_map(shape).items()
+  return [(device, index[_HEADS].indices(num_heads)[:2]) for device, index in indices]
+
+
+def _with_heads(shape: tuple[int, ...], num_heads: int) -> tuple[int, ...]:
+  return (*shape[:_HEADS], num_heads, *shape[_HEADS + 1 :])
 
 
 class TransferTicket:

@@ -15,6 +15,8 @@ one head are contiguous. Page tables are int32 `[B, P]` with P = pages_per_row; 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -127,59 +129,97 @@ def gather(
   layout: KVLayout,
   cache: Cache,
   pages: jax.Array,  # [n], padded with num_pages
+  *,
+  num_shards: int = 1,
+  num_cuts: int = 1,
+  cut: int = 0,
 ) -> jax.Array:
   """The pages of one sequence as one array [2, L, K, n * page_size, h], for a hand-off.
 
   L are the layers of `cache`, which may be a part of the pool's. Pieces depend neither on the kind
-  of layout nor on copies of heads; those of padding hold anything.
+  of layout nor on copies of heads; those of padding hold anything. For a pool of another size they
+  are cut: K are then the heads of the `cut`-th of `num_cuts` equal parts of each shard's.
   """
-  (num_pages,) = pages.shape
-  page_size, head_dim = layout.page_size, layout.head_dim
+  head_dim, copies = layout.head_dim, layout.kv_copies
+  positions = len(pages) * layout.page_size, head_dim
 
+  def of_cut(x, axis):  # [.., K, ..] -> [.., num_shards, K of the cut, ..]
+    shape = (*x.shape[:axis], num_shards, num_cuts, -1, *x.shape[axis + 1 :])
+    return jax.lax.index_in_dim(x.reshape(shape), cut, axis + 1, keepdims=False)
+
+  # Heads are chosen before pages, which costs nothing. Copied ones after: the cache is split within
+  # a cut of them, and all of it would be moved between devices.
   def take(x):
     outer, index = pages // layout.pages_per_outer, pages % layout.pages_per_outer
-    found = _by_page(layout, x).at[outer, :, index].get(mode="clip")  # [n, K, page_size, h]
-    return found[:, :: layout.kv_copies].transpose(1, 0, 2, 3)
+    x = _by_page(layout, x)
+    x = of_cut(x, 1) if copies == 1 else x[:, None]
+    found = x.at[outer, :, :, index].get(mode="clip")
+    if copies > 1:
+      found = of_cut(found[:, 0, ::copies], 1)
+    return found.transpose(1, 2, 0, 3, 4).reshape(-1, *positions)
 
   def take_both(kv):
-    found = kv.at[pages].get(mode="clip")  # [n, page_size, 2 K, h]
-    found = found.reshape(num_pages, page_size, -1, layout.kv_copies, 2, head_dim)[:, :, :, 0]
-    return found.transpose(3, 2, 0, 1, 4)
+    kv = of_cut(kv, 2) if copies == 1 else kv[:, :, None]
+    found = kv.at[pages].get(mode="clip")
+    found = found.reshape(*found.shape[:3], -1, copies, 2, head_dim)[:, :, :, :, 0]
+    if copies > 1:
+      found = of_cut(found[:, :, 0], 2)
+    return found.transpose(4, 2, 3, 0, 1, 5).reshape(2, -1, *positions)
 
-  def take_layer(layer_cache):  # [2, K, n, page_size, h]
+  def take_layer(layer_cache):  # [2, K, n * page_size, h]
     if layout.kind == "interleaved":
       return take_both(*layer_cache)
     return jnp.stack([take(x) for x in layer_cache])
 
-  pieces = jnp.stack([take_layer(layer_cache) for layer_cache in cache], axis=1)
-  return pieces.reshape(layout.of_layers(len(cache)).pieces_shape(num_pages))
+  return jnp.stack([take_layer(layer_cache) for layer_cache in cache], axis=1)
 
 
 def scatter(
   layout: KVLayout,
   cache: Cache,
   pages: jax.Array,  # [n], padded with num_pages
-  pieces: jax.Array,  # [2, L, K, n * page_size, h]
+  cuts: Sequence[jax.Array],  # [2, L, K, n * page_size, h] in all
+  *,
+  num_shards: int = 1,
 ) -> Cache:
-  """Writes what `gather` gave to other pages; in place if `cache` is donated. Drops padding."""
-  (num_pages,) = pages.shape
-  num_kv_heads, page_size, head_dim = layout.num_kv_heads, layout.page_size, layout.head_dim
-  pieces = pieces.reshape(2, -1, num_kv_heads, num_pages, page_size, head_dim)
-  if layout.kv_copies > 1:
-    pieces = jnp.repeat(pieces, layout.kv_copies, axis=2)
+  """Writes all cuts that `gather` gave to other pages; in place if `cache` is donated.
 
-  def put(x, piece):  # [K, n, page_size, h]
-    outer, index = pages // layout.pages_per_outer, pages % layout.pages_per_outer
+  Drops padding. Pages of slots follow one another in a row, as those of a sequence do: they are
+  written as one window of it, without the copy of K and V that a scatter makes of its updates.
+  """
+  (num_pages,) = pages.shape
+  page_size, head_dim = layout.page_size, layout.head_dim
+  cuts = [x.reshape(*x.shape[:2], num_shards, -1, num_pages, page_size, head_dim) for x in cuts]
+  outer, index = pages // layout.pages_per_outer, pages % layout.pages_per_outer
+
+  def piece_of(k_or_v, layer):  # [K, n, page_size, h], joined where it is read
+    piece = jnp.stack([x[k_or_v, layer] for x in cuts], axis=1)
+    piece = piece.reshape(-1, num_pages, page_size, head_dim)
+    return piece if layout.kv_copies == 1 else jnp.repeat(piece, layout.kv_copies, axis=0)
+
+  def put(x, piece):
     piece = piece.transpose(1, 0, 2, 3)
     return _by_page(layout, x).at[outer, :, index].set(piece, mode="drop").reshape(x.shape)
 
-  def put_both(kv, piece):  # [2, K, n, page_size, h]
-    piece = piece.transpose(2, 3, 1, 0, 4).reshape(num_pages, *layout.shape[1:])
-    return kv.at[pages].set(piece, mode="drop")
+  def put_window(x, piece):
+    # Padding may reach beyond the end of the row: the window then begins before the first page.
+    start = jnp.minimum(index[0], layout.pages_per_outer - num_pages)
+    shift = (index[0] - start) * page_size
+    is_new = jnp.roll(jnp.repeat(pages < layout.num_pages, page_size), shift)[:, None]
+    piece = piece.reshape(1, -1, num_pages * page_size, head_dim)
+    window = (outer[0], 0, start * page_size, 0)
+    old = jax.lax.dynamic_slice(x, window, piece.shape)
+    new = jnp.where(is_new, jnp.roll(piece, shift, axis=2), old)
+    return jax.lax.dynamic_update_slice(x, new, window)
 
-  def put_layer(layer_cache, piece):
+  def put_both(kv, pieces):
+    pieces = jnp.stack(pieces).transpose(2, 3, 1, 0, 4).reshape(num_pages, *layout.shape[1:])
+    return kv.at[pages].set(pieces, mode="drop")
+
+  def put_layer(layer, layer_cache):
+    pieces = [piece_of(k_or_v, layer) for k_or_v in range(2)]
     if layout.kind == "interleaved":
-      return (put_both(*layer_cache, piece),)
-    return tuple(map(put, layer_cache, piece))
+      return (put_both(*layer_cache, pieces),)
+    return tuple(map(put_window if layout.kind == "slots" else put, layer_cache, pieces))
 
-  return tuple(put_layer(layer_cache, pieces[:, layer]) for layer, layer_cache in enumerate(cache))
+  return tuple(itertools.starmap(put_layer, enumerate(cache)))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from engine.pools import PAGE_SIZE, PAGES_PER_ROW, ROWS, cpus
 
 from pdjax.core.model_config import TINY
+from pdjax.core.plan import Swap
 from pdjax.core.request import SamplingParams
 from pdjax.engine.buckets import Buckets
 from pdjax.engine.build import build_executors, warm_up
@@ -19,6 +21,7 @@ from pdjax.models.kv_cache import init_cache
 from pdjax.models.model import axes_sharding
 from pdjax.models.transformer import from_arrays, random_arrays
 from pdjax.scheduling.pages import PageConfig
+from pdjax.scheduling.probe import probe_plan
 from pdjax.serving.executor import Handle
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -114,11 +117,34 @@ def pieces_sharding(shape, devices):
   return axes_sharding("2 L K P h", shape, make_mesh(devices))
 
 
-def random_pieces(num_kv_heads, tp, seed=0):
-  """Pieces of a pool on the first `tp` devices, and their bytes on the host."""
+def num_parts(num_kv_heads, *sizes):
+  """Of the heads, that pools of these sizes hand to one another."""
+  return math.lcm(*(tp if num_kv_heads % tp == 0 else 1 for tp in sizes))
+
+
+def random_pieces(num_kv_heads, source, target):
+  """What a pool on the first `source` devices gathers for one of `target`; their bytes.
+
+  As an array where it need not be cut.
+  """
   shape = (2, 3, num_kv_heads, 8, 4)
-  host = np.random.default_rng(seed).integers(0, 2**32, shape, np.uint32)
-  return host, jax.device_put(host, pieces_sharding(shape, jax.devices()[:tp]))
+  host = np.random.default_rng(0).integers(0, 2**32, shape, np.uint32)
+  num_shards = num_parts(num_kv_heads, source)
+  num_cuts = num_parts(num_kv_heads, source, target) // num_shards
+  by_cut = host.reshape(2, 3, num_shards, num_cuts, -1, 8, 4)
+  sharding = pieces_sharding(shape, jax.devices()[:source])
+  cuts = tuple(
+    jax.device_put(by_cut[:, :, :, cut].reshape(2, 3, -1, 8, 4), sharding)
+    for cut in range(num_cuts)
+  )
+  return host, cuts if num_cuts > 1 else cuts[0]
+
+
+def on_each_device(pieces):
+  """What each device has, its cuts side by side."""
+  cuts = [{s.device: np.asarray(s.data) for s in x.addressable_shards}
+          for x in jax.tree.leaves(pieces)]  # fmt: skip
+  return {device: np.concatenate([cut[device] for cut in cuts], axis=2) for device in cuts[0]}
 
 
 @quick
@@ -126,75 +152,81 @@ def random_pieces(num_kv_heads, tp, seed=0):
 @pytest.mark.parametrize(("source", "target"), list(itertools.product(SIZES, SIZES)))
 def test_pieces_are_equal_on_pools_of_any_two_sizes(source, target, num_kv_heads):
   """On each device, split or replicated as the pool wants them, with all layers in one part."""
-  host, x = random_pieces(num_kv_heads, source)
-  sharding = pieces_sharding(x.shape, jax.devices()[::-1][:target])
+  host, x = random_pieces(num_kv_heads, source, target)
+  sent = jax.device_get(x)
+  sharding = pieces_sharding(host.shape, jax.devices()[::-1][:target])
   reshard = Reshard(sharding)
   parts = reshard.send(x)
-  y = reshard.join(parts, x)
-  assert y.sharding == sharding and len(y.addressable_shards) == target
-  for shard in y.addressable_shards:
-    np.testing.assert_array_equal(shard.data, host[shard.index])
-  np.testing.assert_array_equal(x, host, "the source changed")
+  arrived = on_each_device(reshard.join(parts, x))
+  wanted = sharding.devices_indices_map(host.shape)
+  assert arrived.keys() == wanted.keys()
+  for device, index in wanted.items():
+    np.testing.assert_array_equal(arrived[device], host[index])
+  jax.tree.map(np.testing.assert_array_equal, x, sent)  # the source is as it was
   read = sum(part.size for part in parts)
-  assert read == sum(shard.data.size for shard in y.addressable_shards), "an element went twice"
+  assert read == sum(of_device.size for of_device in arrived.values()), "an element went twice"
   if num_kv_heads == 8:
     assert len(parts) == max(source, target)
+  assert not reshard.num_traces
 
 
 @quick
-def test_pools_of_one_size_compile_nothing_and_others_once_for_each_shape():
-  for sizes, cuts, joins in (((4, 4), 0, 0), ((2, 4), 1, 0), ((4, 2), 0, 1), ((1, 8), 1, 0)):
-    host, x = random_pieces(8, sizes[0])
-    reshard = Reshard(pieces_sharding(x.shape, jax.devices()[::-1][: sizes[1]]))
-    for _ in range(3):
-      np.testing.assert_array_equal(reshard.join(reshard.send(x), x), host)
-    assert (reshard.num_traces["cut"], reshard.num_traces["join"]) == (cuts, joins)
-
-
-def boxes(*ranges):
-  return [((0, 2), r) for r in ranges]
+def test_of_other_layers_one_slice_is_compiled_for_each_shape():
+  host, x = random_pieces(8, 2, 4)
+  reshard = Reshard(pieces_sharding(host.shape, jax.devices()[::-1][:4]))
+  assert reshard.take_layers(x, (3, 6), (3, 6)) is x and not reshard.num_traces
+  for _ in range(3):
+    taken = reshard.take_layers(x, (3, 6), (4, 6))
+    arrived = on_each_device(reshard.join(reshard.send(taken), taken))
+    np.testing.assert_array_equal(arrived[jax.devices()[-2]], host[:, 1:, 2:4])
+  assert reshard.num_traces.total() == 1
 
 
 @quick
 def test_a_plan_reads_replicas_in_turn_and_pools_whose_sizes_do_not_divide():
-  whole, halves = boxes(*[(0, 6)] * 4), boxes((0, 3), (3, 6))
-  assert make_plan(whole, halves).takes == (((0, 0),), ((1, 0),))
-  assert make_plan(whole, halves).cuts == (((0, 3),), ((3, 6),), (), ())
-  assert make_plan(whole, whole).takes == tuple(((i, 0),) for i in range(4))
-  plan = make_plan(boxes((0, 2), (2, 4), (4, 6)), halves)
-  assert plan.axis == 1
-  assert plan.cuts == (((0, 2),), ((0, 1), (1, 2)), ((0, 2),))
-  assert plan.takes == (((0, 0), (1, 0)), ((1, 1), (2, 0)))
+  assert make_plan([(0, 3), (3, 6)] * 2, [(0, 3), (0, 3), (3, 6)]) == [[0], [2], [1]]
+  assert make_plan([(0, 6)] * 4, [(0, 6)] * 4) == [[0], [1], [2], [3]]
+  assert make_plan([(0, 1), (1, 2), (2, 3)], [(0, 3), (1, 3)]) == [[0, 1, 2], [1, 2]]
+  ones = [(i, i + 1) for i in (0, 3, 1, 4, 2, 5)]  # of two devices, cut for three
+  assert make_plan(ones, [(0, 2), (2, 4), (4, 6)]) == [[0, 2], [4, 1], [3, 5]]
 
 
 @quick
-def test_a_plan_refuses_two_axes_and_holes():
-  with pytest.raises(ValueError, match=r"one axis, the same on both sides, not \[0, 1\]"):
-    make_plan([((0, 1), (0, 2)), ((1, 2), (0, 2))], boxes((0, 1), (1, 2)))
-  with pytest.raises(ValueError, match="no source shard holds 3 of axis 1"):
-    make_plan(boxes((0, 3), (4, 6)), boxes((0, 6)))
+def test_holes_and_pieces_that_were_cut_or_split_otherwise_are_refused():
+  with pytest.raises(ValueError, match="no cut is of heads 2 to 4 at most"):
+    make_plan([(0, 2), (3, 4)], [(0, 4)])
+  host, x = random_pieces(8, 2, 2)
+  reshard = Reshard(pieces_sharding(host.shape, jax.devices()[::-1][:4]))
+  with pytest.raises(ValueError, match="no cut is of heads 0 to 2 at most"):
+    reshard.send(x)
+  by_positions = jax.sharding.PartitionSpec(None, None, None, x.sharding.mesh.axis_names[0])
+  with pytest.raises(ValueError, match=r"by their heads alone, not into \(2, 3, 8, 4, 4\)"):
+    reshard.send(jax.device_put(host, jax.sharding.NamedSharding(x.sharding.mesh, by_positions)))
 
 
 @quick
 @pytest.mark.parametrize(("source", "target"), [(2, 2), (1, 2), (2, 4), (4, 2)])
 def test_a_hand_off_is_sent_while_its_pieces_are_being_computed(source, target):
   """What `jax.device_put` does not where the sizes differ: it waits for them, on the host."""
-  host, x = random_pieces(8, source)
-  mesh = x.sharding.mesh
+  host, x = random_pieces(8, source, target)
+  mesh = jax.tree.leaves(x)[0].sharding.mesh
 
   @jax.jit
   def slow(w, x):  # as a step before the gather
     w = jax.lax.fori_loop(0, 60, lambda _, w: jnp.tanh(w @ w * 1e-3), w)
-    return x + (w[0, 0] * 0).astype(x.dtype)
+    return jax.tree.map(lambda x: x + (w[0, 0] * 0).astype(x.dtype), x)
 
   w = jax.device_put(np.ones((512, 512), np.float32), axes_sharding("D F", (512, 512), mesh))
-  reshard = Reshard(pieces_sharding(x.shape, cpus(source, target)[1]))
-  reshard.join(reshard.send(slow(w, x)), x).block_until_ready()  # compiles
+  sharding = pieces_sharding(host.shape, cpus(source, target)[1])
+  reshard = Reshard(sharding)
+  jax.block_until_ready(reshard.join(reshard.send(slow(w, x)), x))  # compiles
   pieces = slow(w, x)
   parts = reshard.send(pieces)
   ticket = TransferTicket(parts, lambda parts: None)
-  assert not pieces.is_ready() and not ticket.is_ready()
-  np.testing.assert_array_equal(reshard.join(parts, pieces), host)
+  assert not any(cut.is_ready() for cut in jax.tree.leaves(pieces)) and not ticket.is_ready()
+  arrived = on_each_device(reshard.join(parts, pieces))
+  for device, index in sharding.devices_indices_map(host.shape).items():
+    np.testing.assert_array_equal(arrived[device], host[index])
 
 
 PAGES = PageConfig(
@@ -209,11 +241,14 @@ BUCKETS = Buckets(prefill=(16,), mixed=(16,), rows=(ROWS,), pages=(4, PAGES_PER_
 def test_pools_of_other_sizes_hand_over_every_byte_and_compile_nothing_once_warm(
   sizes, num_kv_heads
 ):
-  """Through export and import, in every bucket; with 2 kv heads on 4 devices each lies on two."""
+  """Through export and import, in every bucket; with 2 kv heads on 4 devices each lies on two.
+
+  And swap them, in as many cuts.
+  """
   config = dataclasses.replace(TINY, num_layers=2, num_kv_heads=num_kv_heads)
   model = from_arrays(config, random_arrays(config, 0))
   executors = build_executors(model, PAGES, BUCKETS, cpus(*sizes), layout="paged")
-  lines = list(warm_up(executors, [{"gather"}, {"scatter"}]))
+  lines = list(warm_up(executors, [{"gather", "scatter"}, {"scatter"}]))
   assert [line for line in lines if "copy" in line] == [
     f"devices 0 to 1: copy {n} pages" for n in BUCKETS.pages
   ]
@@ -240,8 +275,14 @@ def test_pools_of_other_sizes_hand_over_every_byte_and_compile_nothing_once_warm
   finally:
     jax.monitoring.unregister_event_duration_listener(listen)
   assert not compiled
-  assert before == source.num_traces + target.num_traces
   check_arrived(source, target, sent, old, arrived)
+  swap = Swap(request_id=1, num_tokens=11, page_ids=(7, 3, 50))
+  back, plan = dataclasses.replace(swap, page_ids=(11, 12, 13)), probe_plan(PAGES, prefills=(4,))
+  source._swap(dataclasses.replace(plan, swap_outs=(swap,)))
+  source._swap(dataclasses.replace(plan, swap_ins=(back,)))
+  for leaf, was in zip(*map(jax.tree.leaves, (source._cache, sent)), strict=True):
+    np.testing.assert_array_equal(leaf[np.array(back.page_ids)], was[np.array(swap.page_ids)])
+  assert before == source.num_traces + target.num_traces
 
 
 class _Part:

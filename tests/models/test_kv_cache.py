@@ -116,7 +116,7 @@ def test_a_hand_off_moves_exactly_the_pages(source_kind, target_kind, bucket):
     pages[:used], target_pages[:used] = from_table[:used], to_table[:used]
     pieces = kv_cache.gather(source, source_cache, pages)
     assert pieces.shape == (2, 2, 2, bucket * PAGE_SIZE, 8)
-    moved = kv_cache.scatter(target, target_cache, target_pages, pieces)
+    moved = kv_cache.scatter(target, target_cache, target_pages, [pieces])
     want = tokens_of(target, target_cache, to_table)
     want[:, :, :, : used * PAGE_SIZE] = tokens_of(source, source_cache, from_table)[
       :, :, :, : used * PAGE_SIZE
@@ -135,7 +135,7 @@ def test_scatter_and_write_are_in_place_when_donated(kind):
   pages = jax.ShapeDtypeStruct((2,), jnp.int32)
   gather, scatter = (functools.partial(f, layout) for f in (kv_cache.gather, kv_cache.scatter))
   pieces = jax.eval_shape(gather, cache, pages)
-  stats = jax.jit(scatter, donate_argnums=0).lower(cache, pages, pieces).compile()
+  stats = jax.jit(scatter, donate_argnums=0).lower(cache, pages, [pieces]).compile()
   stats = stats.memory_analysis()
   assert stats.alias_size_in_bytes == layout.num_bytes
   assert stats.temp_size_in_bytes < layout.num_bytes / 4
@@ -161,7 +161,7 @@ def test_copies_of_heads_are_neighbours_and_leave_no_trace_in_pieces(kind):
   single, double = make_layout(kind), make_layout(kind, kv_copies=2)
   pages = tables_for(single)[1]
   pieces = kv_cache.gather(single, random_cache(single, 0), pages)
-  copied = kv_cache.scatter(double, kv_cache.init_cache(double), pages, pieces)
+  copied = kv_cache.scatter(double, kv_cache.init_cache(double), pages, [pieces])
   np.testing.assert_array_equal(kv_cache.gather(double, copied, pages), pieces)
   k, v = tokens_of(double, copied, pages)
   np.testing.assert_array_equal(k, np.repeat(pieces[0], 2, axis=1))
@@ -186,14 +186,73 @@ def test_on_a_mesh_heads_stay_on_their_device(kind, kv_copies):
   pieces_on_mesh = gather_on_mesh(cache_on_mesh, pages)
   np.testing.assert_array_equal(pieces_on_mesh, pieces)
   scatter_on_mesh = jax.jit(scatter, out_shardings=by_heads)
-  moved = scatter_on_mesh(cache_on_mesh, others, pieces_on_mesh)
-  jax.tree.map(np.testing.assert_array_equal, moved, scatter(cache, others, pieces))
+  moved = scatter_on_mesh(cache_on_mesh, others, [pieces_on_mesh])
+  jax.tree.map(np.testing.assert_array_equal, moved, scatter(cache, others, [pieces]))
 
-  compiled = [scatter_on_mesh.lower(cache_on_mesh, others, pieces_on_mesh).compile()]
+  compiled = [scatter_on_mesh.lower(cache_on_mesh, others, [pieces_on_mesh]).compile()]
   if kv_copies == 1:
     compiled.append(gather_on_mesh.lower(cache_on_mesh, pages).compile())
   for program in compiled:
     assert not any(count_collectives(program.as_text()).values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("num_shards", "num_cuts"), [(1, 4), (2, 2), (2, 4)])
+def test_cuts_are_gathered_and_joined_as_they_are_read_and_written(kind, num_shards, num_cuts):
+  """In all the heads of each device in turn; not by a copy more, nor by one between devices."""
+  layout = make_layout(kind, num_kv_heads=8)
+  mesh = make_mesh(jax.devices("cpu")[:num_shards])
+  by_heads = NamedSharding(mesh, layout.split(*mesh.axis_names))
+  cache, pages, others = random_cache(layout, 0), tables_for(layout)[1], tables_for(layout)[2]
+  on_mesh = jax.device_put(cache, by_heads)
+
+  @jax.jit
+  def gather(cache, pages):
+    how = {"num_shards": num_shards, "num_cuts": num_cuts}
+    return [kv_cache.gather(layout, cache, pages, cut=cut, **how) for cut in range(num_cuts)]
+
+  @functools.partial(jax.jit, donate_argnums=0)
+  def scatter(cache, pages, cuts):
+    return kv_cache.scatter(layout, cache, pages, cuts, num_shards=num_shards)
+
+  cuts = gather(on_mesh, pages)
+  pieces = kv_cache.gather(layout, cache, pages)
+  by_cut = np.asarray(pieces).reshape(2, 2, num_shards, num_cuts, -1, *pieces.shape[3:])
+  for cut, got in enumerate(cuts):
+    np.testing.assert_array_equal(got, by_cut[:, :, :, cut].reshape(got.shape))
+
+  programs = {
+    "gather": gather.lower(on_mesh, pages).compile(),
+    "scatter": scatter.lower(on_mesh, others, cuts).compile(),
+  }
+  want = kv_cache.scatter(layout, cache, others, [pieces])
+  moved = scatter(jax.tree.map(jnp.copy, on_mesh), others, cuts)
+  jax.tree.map(np.testing.assert_array_equal, moved, want)
+  for program in programs.values():
+    assert not any(count_collectives(program.as_text()).values())
+  if kind == "slots":  # by page ids, a scatter makes a copy of its updates
+    for name, program in programs.items():
+      assert program.memory_analysis().temp_size_in_bytes < pieces.nbytes / num_shards / 8, name
+
+
+@pytest.mark.parametrize("bucket", [2, 6])
+def test_a_window_of_slots_that_reaches_beyond_its_row_begins_earlier(bucket):
+  """Every place and number of pages of a row, and none at all; other pages stay as they were."""
+  layout = make_layout("slots")
+  source, target = random_cache(layout, 0), random_cache(layout, 1)
+  scatter = jax.jit(functools.partial(kv_cache.scatter, layout))
+  table = tables_for(layout)[1]
+  for first in range(PAGES_PER_ROW):
+    for num_used in range(min(bucket, PAGES_PER_ROW - first) + 1):
+      pages = np.full(bucket, layout.num_pages, np.int32)
+      pages[:num_used] = table[first : first + num_used]
+      moved = scatter(target, pages, [kv_cache.gather(layout, source, pages)])
+      for own in tables_for(layout):
+        want = tokens_of(layout, target, own)
+        if own[0] == table[0]:
+          at = slice(first * PAGE_SIZE, (first + num_used) * PAGE_SIZE)
+          want[:, :, :, at] = tokens_of(layout, source, own)[:, :, :, at]
+        np.testing.assert_array_equal(tokens_of(layout, moved, own), want)
 
 
 def test_num_bytes_counts_the_arrays():
