@@ -1,26 +1,48 @@
 """Devices and links by name. Peaks are the vendors' dense bf16 figures, in powers of ten.
 
-Only the A100 has a fit; all others run at data-sheet peaks and are labelled uncalibrated. What each
-number was fitted on, and how far off it is (median / 95th percentile of the absolute error):
+Those that have a fit were fitted to published operator timings by
 
-  gemm         Vidur's A100 operator timings of Llama-3-8B, TP 1: 4 matrices x 456 token counts, 1
-               to 32,768, each octave of token counts weighted alike: 4.5 / 13 %. Sum over a
-               layer's matrices: Llama-3-8B 2.5 / 9 %; not fitted: Llama-2-7B 2.6 / 13 %,
-               Llama-2-70B 4.0 / 11 %. Without the weights (.73, .96, 8 us, p 1.3) the many large
-               counts win: 512 tokens come out 16 % slow, Llama-2-70B below 32 tokens 15 % fast.
-               What is left is tile steps: 264 tokens take 40 % longer than 256.
-  elementwise  the same file: two norms, RoPE, activation, two adds, summed: 1.3 / 13 %; not
-               fitted: Llama-2-7B 5.0 / 16 %, Llama-2-70B 2.5 / 22 %.
-  prefill      aiconfigurator 0.12, A100, vLLM 0.14 context attention, 32 heads on 8, from 128
-               tokens: 1.4 / 11 %, with p set to 1, better than 1.3 or 2. Shorter: 24 % fast.
-               Not fitted: FlashInfer chunks behind a cached prefix, A800, 32 on 32: 20 / 46 %, 13 %
-               fast.
-  decode       the same source, generation attention, 32 heads on 8, from 128 cached tokens:
-               4.0 / 14 %. Shorter contexts: 20 % fast. Not fitted: FlashInfer, A800, 32 on 32:
-               17 / 21 %, 16 % slow.
-  host         Vidur's A100 table of a 2024 Python engine: scheduling, inputs, sampling and outputs
-               of Llama-2-7B, 1.2 ms at batch 8 to 6.2 ms at batch 128; the median. An engine that
-               hides it behind two steps in flight has `dataclasses.replace(fit, host_s=0.0)`.
+    python -m experiments.calibrate --data=../shared/data --hardware=NAME
+
+which prints the entry, its errors, and those of steps that it never saw (last seen to give what
+stands here on 30 Nov 2026). All others run at data-sheet peaks and are labelled uncalibrated: B200
+has attention in these tables and no matrices. Each fit saw one model's operators, a random half of
+the points of each. Errors on what was fitted, median / 95th percentile, in percent:
+
+  device        matrices    elementwise  prefill      decode       all-reduce
+  a100          3.9 / 16    6.4 / 13     11 / 32      3.6 / 16     3.4 / 18
+  a100-vllm     4.6 / 20    7.1 / 15     3.8 / 35     5.9 / 35     11 / 39
+  h100          3.6 / 11    6.2 / 18     3.1 / 25     4.9 / 29     3.0 / 16
+  h200          3.9 / 12    6.2 / 18     3.5 / 27     4.6 / 21     10 / 26
+  l40s          6.5 / 20    18 / 32      8.5 / 65     11 / 152     5.2 / 37
+  rtx-pro-6000  5.3 / 17    25 / 34      3.4 / 16     3.7 / 12
+  rtx-4090      2.7 / 13    18 / 32      4.8 / 16     6.5 / 28
+  tpu-v6e       4.3 / 12    6.3 / 18     3.3 / 18     1.9 / 16
+
+The large errors are those of sizes that take little of a step: prompts and contexts below 128
+tokens. What of each source was used:
+
+  a100          Vidur (MIT): Llama-2-7B's layers, NCCL inside a DGX; attention is Frontier's (MIT),
+                FlashInfer on an A800, the same die. Kernels of 2024.
+  a100-vllm     aiconfigurator-core 0.12 (Apache-2.0), vLLM 0.14: Llama-3.1-8B's matrices, attention
+                of 32 heads on 8, vLLM's own all-reduce. Elementwise operators are Vidur's. Matrices
+                above 256 tokens take a fifth less time than Vidur's.
+  h100          the same of vLLM 0.24; elementwise from Vidur's H100
+  h200          the same of vLLM 0.24; all-reduce by NCCL; elementwise from Vidur's H100
+  l40s          the same of vLLM 0.24; all-reduce by NCCL over PCIe; elementwise from the RTX 4090.
+                Its 96 MB of cache hold what a benchmark repeats: weights of TP 4 and 8 and short
+                contexts come out faster there than they will be in a step.
+  rtx-*         LLMServingSim (MIT), vLLM 0.19, Llama-3.1-8B; also attention of chunks and decodes
+                in one kernel (`mixed_rows`, `mixed_idle_s`)
+  tpu-v6e       LLMServingSim (MIT), Llama-3.1-8B in XLA; prefill attention is far from any peak
+
+What of these operators makes a layer is in `experiments/validation/measured.py`, steps made of them
+against the fits are in VALIDATION.md.
+
+Host time is Vidur's of a 2024 Python engine on an A100: scheduling, inputs, sampling and outputs of
+Llama-2-7B at 13 batch sizes, 1.2 ms at 8 to 6.2 ms at 128, a line within 3 %. An engine that hides
+it behind two steps in flight has `dataclasses.replace(fit, host_s=0.0, host_row_s=0.0)`.
+Of other devices nobody published it: it is 0, and a simulation says so.
 
 No end-to-end run took part in any of this.
 """
@@ -32,22 +54,17 @@ import re
 from pdjax.core.names import pick
 from pdjax.sim.hardware import PCIE_4, Device, Fit, Link, parse_link
 
-_A100_FIT = Fit(
-  gemm_compute=0.720,
-  gemm_memory=0.806,
-  gemm_launch_s=4.5e-6,
-  gemm_p=1.58,
-  elementwise_memory=0.502,
-  elementwise_launch_s=1.9e-6,
-  prefill_compute=0.583,
-  prefill_memory=0.397,
-  prefill_launch_s=10.5e-6,
-  prefill_p=1.0,
-  decode_memory=0.758,
-  decode_launch_s=19.7e-6,
-  decode_pad_tokens=11.5,
-  host_s=3.1e-3,
-)
+FITTED_FROM = {
+  "a100": "a100 vidur",
+  "a100-vllm": "a100-vllm aiconfigurator",
+  "h100": "h100 aiconfigurator",
+  "h200": "h200 aiconfigurator",
+  "l40s": "l40s aiconfigurator",
+  "rtx-pro-6000": "rtx-pro-6000 llmservingsim",
+  "rtx-4090": "rtx-4090 llmservingsim",
+  "tpu-v6e": "tpu-v6e llmservingsim",
+}
+"""Device -> source of `experiments.validation.steps` whose half its fit is."""
 
 HARDWARE: dict[str, Device] = {
   "a100": Device(  # SXM, 80 GB
@@ -55,25 +72,230 @@ HARDWARE: dict[str, Device] = {
     peak_flops_per_s=312e12,
     peak_bytes_per_s=2.039e12,
     memory_bytes=80e9,
-    fit=_A100_FIT,
+    fit=Fit(
+      gemm_compute=0.704,
+      gemm_memory=0.822,
+      gemm_launch_s=4.82e-06,
+      gemm_p=1.77,
+      gemm_throttle=0.00367,
+      elementwise_memory=0.751,
+      elementwise_launch_s=2e-06,
+      prefill_compute=0.409,
+      prefill_launch_s=2.89e-05,
+      prefill_p=1.0,
+      prefill_fill_rows=1780.0,
+      decode_memory=0.916,
+      decode_launch_s=1.37e-05,
+      decode_pad_tokens=84.5,
+      all_reduce_share=0.559,
+      all_reduce_launch_s=4.16e-05,
+      all_reduce_hop_s=1.97e-08,
+      all_reduce_growth=1.11,
+      host_s=0.83e-3,
+      host_row_s=4.2e-5,
+    ),
+  ),
+  "a100-vllm": Device(  # the same, with the kernels of 2026
+    name="a100-vllm",
+    peak_flops_per_s=312e12,
+    peak_bytes_per_s=2.039e12,
+    memory_bytes=80e9,
+    fit=Fit(
+      gemm_compute=0.892,
+      gemm_memory=0.802,
+      gemm_launch_s=5.75e-06,
+      gemm_p=1.64,
+      gemm_throttle=0.0343,
+      elementwise_memory=0.765,
+      elementwise_launch_s=2.13e-06,
+      prefill_compute=0.555,
+      prefill_memory=0.305,
+      prefill_launch_s=1.26e-05,
+      prefill_p=1.28,
+      prefill_fill_rows=4100.0,
+      decode_memory=0.789,
+      decode_launch_s=1.76e-05,
+      decode_pad_tokens=95.4,
+      all_reduce_share=0.298,
+      all_reduce_launch_s=3.83e-06,
+      all_reduce_hop_s=1.2e-06,
+      all_reduce_growth=0.974,
+      host_s=0.83e-3,
+      host_row_s=4.2e-5,
+    ),
   ),
   "h100": Device(  # SXM
-    name="h100", peak_flops_per_s=989e12, peak_bytes_per_s=3.35e12, memory_bytes=80e9
+    name="h100",
+    peak_flops_per_s=989e12,
+    peak_bytes_per_s=3.35e12,
+    memory_bytes=80e9,
+    fit=Fit(
+      gemm_compute=0.887,
+      gemm_memory=0.828,
+      gemm_launch_s=2.9e-06,
+      gemm_p=2.47,
+      gemm_throttle=0.21,
+      elementwise_memory=0.881,
+      elementwise_launch_s=1.81e-06,
+      prefill_compute=0.638,
+      prefill_memory=0.404,
+      prefill_launch_s=1.24e-05,
+      prefill_p=1.23,
+      prefill_fill_rows=7140.0,
+      decode_memory=0.946,
+      decode_launch_s=1.13e-05,
+      decode_pad_tokens=144.0,
+      all_reduce_share=0.25,
+      all_reduce_launch_s=3.31e-06,
+      all_reduce_hop_s=7.48e-07,
+      all_reduce_growth=0.813,
+    ),
   ),
   "h200": Device(  # SXM
-    name="h200", peak_flops_per_s=989e12, peak_bytes_per_s=4.8e12, memory_bytes=141e9
+    name="h200",
+    peak_flops_per_s=989e12,
+    peak_bytes_per_s=4.8e12,
+    memory_bytes=141e9,
+    fit=Fit(
+      gemm_compute=0.941,
+      gemm_memory=0.848,
+      gemm_launch_s=4.23e-06,
+      gemm_p=1.83,
+      gemm_throttle=0.396,
+      elementwise_memory=0.615,
+      elementwise_launch_s=1.81e-06,
+      prefill_compute=0.637,
+      prefill_memory=0.303,
+      prefill_launch_s=1.22e-05,
+      prefill_p=1.16,
+      prefill_fill_rows=7550.0,
+      decode_memory=0.908,
+      decode_launch_s=1.13e-05,
+      decode_pad_tokens=202.0,
+      all_reduce_share=0.277,
+      all_reduce_launch_s=5.68e-06,
+      all_reduce_hop_s=2.1e-06,
+      all_reduce_growth=0.858,
+    ),
   ),
   "b200": Device(  # SXM, 180 GB
-    name="b200", peak_flops_per_s=2.25e15, peak_bytes_per_s=8e12, memory_bytes=180e9
+    name="b200",
+    peak_flops_per_s=2.25e15,
+    peak_bytes_per_s=8e12,
+    memory_bytes=180e9,
+  ),
+  "l40s": Device(
+    name="l40s",
+    peak_flops_per_s=362e12,
+    peak_bytes_per_s=864e9,
+    memory_bytes=48e9,
+    fit=Fit(
+      gemm_compute=0.658,
+      gemm_memory=0.762,
+      gemm_launch_s=1.67e-07,
+      gemm_p=2.53,
+      gemm_throttle=0.0701,
+      elementwise_memory=2.95,
+      elementwise_launch_s=9.06e-07,
+      prefill_compute=0.501,
+      prefill_memory=0.778,
+      prefill_launch_s=8.88e-06,
+      prefill_p=1.28,
+      prefill_fill_rows=4100.0,
+      decode_memory=0.841,
+      decode_launch_s=9.99e-06,
+      decode_pad_tokens=28.9,
+      all_reduce_share=0.303,
+      all_reduce_launch_s=4.39e-06,
+      all_reduce_hop_s=8.04e-06,
+      all_reduce_growth=3.58,
+    ),
+  ),
+  "rtx-pro-6000": Device(  # server edition; an eighth of its 4 PFLOP/s of sparse FP4
+    name="rtx-pro-6000",
+    peak_flops_per_s=500e12,
+    peak_bytes_per_s=1.597e12,
+    memory_bytes=96e9,
+    fit=Fit(
+      gemm_compute=0.785,
+      gemm_memory=0.964,
+      gemm_launch_s=4.85e-06,
+      gemm_p=1.68,
+      gemm_throttle=0.00447,
+      elementwise_memory=3.54,
+      elementwise_launch_s=1.07e-06,
+      prefill_compute=0.549,
+      prefill_memory=0.626,
+      prefill_launch_s=6.2e-06,
+      prefill_p=1.0,
+      prefill_fill_rows=9240.0,
+      decode_memory=0.916,
+      decode_launch_s=1.22e-05,
+      decode_pad_tokens=33.6,
+      mixed_rows=25.7,
+      mixed_idle_s=4.73e-11,
+    ),
+  ),
+  "rtx-4090": Device(  # with sums in float32
+    name="rtx-4090",
+    peak_flops_per_s=165e12,
+    peak_bytes_per_s=1.008e12,
+    memory_bytes=24e9,
+    fit=Fit(
+      gemm_compute=0.974,
+      gemm_memory=0.939,
+      gemm_launch_s=4.84e-06,
+      gemm_p=2.22,
+      gemm_throttle=0.0123,
+      elementwise_memory=2.53,
+      elementwise_launch_s=9.08e-07,
+      prefill_compute=0.855,
+      prefill_memory=0.921,
+      prefill_launch_s=7.86e-06,
+      prefill_p=1.0,
+      prefill_fill_rows=7300.0,
+      decode_memory=0.928,
+      decode_launch_s=1.24e-05,
+      decode_pad_tokens=39.7,
+      mixed_rows=65.7,
+      mixed_idle_s=9.79e-11,
+    ),
   ),
   "tpu-v5e": Device(
-    name="tpu-v5e", peak_flops_per_s=197e12, peak_bytes_per_s=819e9, memory_bytes=16e9
+    name="tpu-v5e",
+    peak_flops_per_s=197e12,
+    peak_bytes_per_s=819e9,
+    memory_bytes=16e9,
   ),
   "tpu-v6e": Device(
-    name="tpu-v6e", peak_flops_per_s=918e12, peak_bytes_per_s=1.64e12, memory_bytes=32e9
+    name="tpu-v6e",
+    peak_flops_per_s=918e12,
+    peak_bytes_per_s=1.64e12,
+    memory_bytes=32e9,
+    fit=Fit(
+      gemm_compute=0.828,
+      gemm_launch_s=3.66e-07,
+      gemm_p=4.79,
+      gemm_throttle=0.0422,
+      elementwise_memory=29.0,
+      elementwise_launch_s=1.52e-07,
+      prefill_compute=0.0605,
+      prefill_memory=0.171,
+      prefill_launch_s=4.5e-06,
+      prefill_p=1.2,
+      prefill_fill_rows=1020.0,
+      decode_memory=0.29,
+      decode_launch_s=4.55e-06,
+      decode_pad_tokens=278.0,
+    ),
   ),
   # An example of two server cores, not a machine: 2 x 3 GHz x 32 FLOP a cycle, one memory channel.
-  "cpu": Device(name="cpu", peak_flops_per_s=192e9, peak_bytes_per_s=20e9, memory_bytes=8e9),
+  "cpu": Device(
+    name="cpu",
+    peak_flops_per_s=192e9,
+    peak_bytes_per_s=20e9,
+    memory_bytes=8e9,
+  ),
 }
 
 # One direction, between one pair of devices. Latencies are assumptions: 10 us inside a node and

@@ -110,7 +110,7 @@ def measure(config: ExperimentConfig, show: Callable[[str], None]) -> tuple[list
   label = (
     f"{experiment.world.label}; {time.strftime('%d %b %Y')}, load {load_before:.1f} at the start; "
     f"{len(experiment.requests)} requests a run, SLOs TTFT {experiment.slo.ttft_s * 1e3:.0f} ms "
-    f"and TPOT {experiment.slo.tpot_s * 1e3:.1f} ms, capacity {experiment.capacity_rps:.1f} a second"
+    f"and TPOT {experiment.slo.tpot_s * 1e3:.1f} ms, capacity {experiment.capacity_rps:.1f}/s"
   )
   return runs, label
 

@@ -65,7 +65,7 @@ DENSE = {  # models of the rows: what the package has of the same shape
 POLICIES = {"sglang": "fcfs", "trtllm": "hybrid_only", "vllm": "fcfs"}
 BYTES_PER_WEIGHT = {"bfloat16": 2, "fp8": 1, "fp8_block": 1, "nvfp4": 9 / 16}
 PAGE_SIZE = 32
-TURNAROUND_S = 1e-3  # from a user's last token to the next request: it misses the step then begun
+READ_S, READ_TOKEN_S = 1e-3, 1e-6
 NUM_AGGREGATED = 60
 SEED = 0
 TOKEN_BUDGET = 8192  # vLLM's max_num_batched_tokens, TensorRT-LLM's max_num_tokens, SGLang's chunk
@@ -169,28 +169,39 @@ def lengths_of(row: Row) -> list[tuple[int, int]]:
   ]
 
 
-def closed_loop(cluster: Cluster, lengths: Sequence[tuple[int, int]], users: int) -> EventLog:
-  """Serves requests of these lengths for so many users, who all begin at once."""
-  requests = (
-    Request(
-      request_id=i,
-      arrival_s=0.0,
+def closed_loop(
+  cluster: Cluster, lengths: Sequence[tuple[int, int]], users: int
+) -> tuple[EventLog, list[float]]:
+  """Serves requests of these lengths for so many users, who all begin at once.
+
+  Returns the history and when each request was sent. It arrives when the server has read it.
+  """
+  log, inbox = EventLog(), Inbox(is_open=True)
+  sent_s: list[float] = []
+  free_s = 0.0
+
+  def send(now_s: float) -> None:
+    nonlocal free_s
+    if len(sent_s) == len(lengths):
+      inbox.close()
+      return
+    prompt_tokens, output_tokens = lengths[len(sent_s)]
+    free_s = max(free_s, now_s) + READ_S + prompt_tokens * READ_TOKEN_S
+    request = Request(
+      request_id=len(sent_s),
+      arrival_s=free_s,
       num_prompt_tokens=prompt_tokens,
       sampling=SamplingParams(max_tokens=output_tokens),
     )
-    for i, (prompt_tokens, output_tokens) in enumerate(lengths)
-  )
-  log, inbox = EventLog(), Inbox(is_open=True)
-  for _, request in zip(range(users), requests):
+    sent_s.append(now_s)
     inbox.submit(request)
+
+  for _ in range(users):
+    send(0.0)
   for turn in serve(cluster, inbox, VirtualClock(), log):
     for _ in (*turn.ended, *turn.failed):
-      request = next(requests, None)
-      if request is None:
-        inbox.close()
-        break
-      inbox.submit(dataclasses.replace(request, arrival_s=turn.now_s + TURNAROUND_S))
-  return log
+      send(turn.now_s)
+  return log, sent_s
 
 
 def simulate_row(
@@ -254,11 +265,13 @@ def simulate_row(
     steps_in_flight=1,
   )
   cluster = make_cluster(specs, options, lambda group: pages_of(of[group]), executor)
-  log = closed_loop(cluster, lengths_of(row), row.users)
-  records = request_records(log).values()
-  if any(record.outcome != "finished" for record in records):
-    raise ValueError(next(r.failed_reason for r in records if r.outcome != "finished"))
-  return tuple(statistics.fmean(getattr(r, name) for r in records) for name in ("ttft_s", "tpot_s"))
+  log, sent_s = closed_loop(cluster, lengths_of(row), row.users)
+  records = request_records(log)
+  for record in records.values():
+    if record.outcome != "finished":
+      raise ValueError(record.failed_reason)
+  ttft_s = statistics.fmean(records[i].token_s[0] - sent for i, sent in enumerate(sent_s))
+  return ttft_s, statistics.fmean(record.tpot_s for record in records.values())
 
 
 # Theirs -------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ class StepCounts(NamedTuple):
   `num_prefill_pairs`: (query, key) pairs under the causal mask. `num_prefill_keys` and
   `num_decode_keys`: cached tokens that the slices read, their own included. `num_emitted`: rows
   that go through the LM head, one per decode and per prefill slice that ends its prompt.
+  `num_prefills`: slices of prompts; who estimates a step may leave it 0, which is taken for one.
   """
 
   num_prefill_tokens: int = 0
@@ -32,6 +33,7 @@ class StepCounts(NamedTuple):
   num_decodes: int = 0
   num_decode_keys: int = 0
   num_emitted: int = 0
+  num_prefills: int = 0
 
   @property
   def num_tokens(self) -> int:
@@ -85,6 +87,7 @@ def count_slices(
     num_decodes=num_decodes,
     num_decode_keys=sum(decode_positions) + num_decodes,
     num_emitted=num_emitted,
+    num_prefills=len(prefill_tokens),
   )
 
 
@@ -180,6 +183,50 @@ def _elementwise(
     * (values_written * bytes_per_activation + layers * 2 * kv_width * bytes_per_kv),
     7 * layers + 2,
   )
+
+
+class OpRates(NamedTuple):
+  """An operator taken apart: FLOPs and bytes for each unit of each field of `StepCounts`.
+
+  `fixed_bytes` are those that every step pays which has any work for it: the weights.
+  """
+
+  name: str
+  kind: str
+  num_launches: int
+  flops: StepCounts
+  num_bytes: StepCounts
+  fixed_bytes: float
+
+
+def cost_rates(
+  config: ModelConfig,
+  *,
+  bytes_per_weight: float = 2,
+  bytes_per_kv: float = 2,
+  bytes_per_activation: float = 2,
+) -> dict[str, OpRates]:
+  """What `step_costs` is made of, by name: its FLOPs and bytes are linear in the counts."""
+
+  def costs(counts: StepCounts) -> tuple[OpCost, ...]:
+    return step_costs(
+      counts,
+      config,
+      bytes_per_weight=bytes_per_weight,
+      bytes_per_kv=bytes_per_kv,
+      bytes_per_activation=bytes_per_activation,
+    )
+
+  ones = StepCounts(*[1] * len(StepCounts._fields))
+  base = costs(ones)
+  more = [costs(ones._replace(**{field: 2})) for field in StepCounts._fields]
+  rates = {}
+  for i, op in enumerate(base):
+    flops = StepCounts(*(ops[i].flops - op.flops for ops in more))
+    num_bytes = StepCounts(*(ops[i].num_bytes - op.num_bytes for ops in more))
+    fixed_bytes = op.num_bytes - sum(num_bytes)
+    rates[op.name] = OpRates(op.name, op.kind, op.num_launches, flops, num_bytes, fixed_bytes)
+  return rates
 
 
 def shard_of(config: ModelConfig, tp: int) -> ModelConfig:

@@ -5,19 +5,52 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from typing import TypeVar
+
+T = TypeVar("T")  # a number or an array of them
+
+MAX_P = 20.0
+"""Of a p-norm: above it, short times to the power of p are lost below the smallest number."""
+
+LONG_S = 5e-4
+"""Where a launch begins to be long: about here clocks fall in the tables of H100, H200 and L40S."""
+
+MAX_CACHED = 100.0
+"""How many times faster than the memory elementwise operators may come out."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
   """How far a device and its kernels fall short of the data sheet. The defaults are ideal.
 
-  An operator takes, with C = flops / (compute * peak) and M = bytes / (memory * peak),
+  With C and M the seconds that an operator's arithmetic and its memory traffic take at the peaks,
+  it takes
 
-    launches * launch_s + (C**p + M**p)**(1/p)
+    launches * launch_s + ((C / compute)**p + (M / memory)**p)**(1/p)
 
   `compute` and `memory` are shares of the peaks. `p` says how well arithmetic and memory traffic
-  overlap: 1 is not at all, infinity perfectly. Elementwise operators and decode attention have
-  memory traffic alone; the latter as if every context were `decode_pad_tokens` longer.
+  overlap: 1 is not at all, infinity perfectly. A matrix that goes on for long meets the limit of
+  the device's power: its arithmetic takes up to `gemm_throttle` longer, by half of that where it
+  would take `LONG_S`.
+
+  Elementwise operators and decode attention have memory traffic alone. That of the former may come
+  out faster than the memory, as what an operator left in the cache is never read from there, or was
+  fused away. The latter is as if every context were `decode_pad_tokens` longer.
+
+  Prefill attention works at queries of each head side by side: with fewer than `prefill_fill_rows`
+  of them a part of the device has nothing to do, and its arithmetic takes as long as with so many.
+
+  An engine may launch one kernel for the chunks and the decodes of a step. Like prefill attention
+  it works at tiles of queries, in which a decode takes the place of `mixed_rows`; tiles that have
+  nothing to do for a decode, as its chunk is longer, take `mixed_idle_s` for each query of theirs;
+  and it takes as long as its longest context does alone. None: nobody measured such a kernel.
+
+  An all-reduce takes `all_reduce_launch_s`, `all_reduce_hop_s` for each device but one, and as long
+  as its bytes at `all_reduce_share` of the link's rate between two devices; with every doubling of
+  the devices the bytes take `all_reduce_growth` times as long: 1 through a switch, 2 on a bus that
+  all share, more across sockets. Absent, nobody measured it, and the link is taken at its word.
+
+  The methods take seconds at the peaks, numbers or arrays of them.
 
   Raises:
     ValueError: a parameter outside its range, with its value.
@@ -27,49 +60,134 @@ class Fit:
   gemm_memory: float = 1.0
   gemm_launch_s: float = 0.0
   gemm_p: float = math.inf
+  gemm_throttle: float = 0.0
   elementwise_memory: float = 1.0
   elementwise_launch_s: float = 0.0
   prefill_compute: float = 1.0
   prefill_memory: float = 1.0
   prefill_launch_s: float = 0.0
   prefill_p: float = math.inf
+  prefill_fill_rows: float = 0.0
   decode_memory: float = 1.0
   decode_launch_s: float = 0.0
   decode_pad_tokens: float = 0.0
+  mixed_rows: float | None = None
+  mixed_idle_s: float = 0.0
+  all_reduce_share: float | None = None
+  all_reduce_launch_s: float | None = None
+  all_reduce_hop_s: float = 0.0
+  all_reduce_growth: float = 1.0
   host_s: float = 0.0  # per step: scheduling, preparing inputs, reading results
+  host_row_s: float = 0.0  # the same for each of its sequences
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
       name, value = field.name, getattr(self, field.name)
-      if name.endswith(("_compute", "_memory")):
-        if not 0 < value <= 1:
-          raise ValueError(f"{name}={value} must be a share of the peak, in (0, 1]")
+      if value is None:
+        continue
+      if name.endswith(("_compute", "_memory", "_share")):
+        most = MAX_CACHED if name == "elementwise_memory" else 1
+        if not 0 < value <= most:
+          raise ValueError(f"{name}={value} must be a share of the peak, in (0, {most}]")
+      elif name == "all_reduce_growth":
+        if not 0.25 <= value <= 8:
+          raise ValueError(f"{name}={value} must be 0.25 to 8, for each doubling of the devices")
       elif name.endswith("_p"):
-        if not value >= 1:
-          raise ValueError(f"{name}={value} must be at least 1")
+        if not (1 <= value <= MAX_P or value == math.inf):
+          raise ValueError(f"{name}={value} must be 1 to {MAX_P}, or infinite")
       elif not 0 <= value < math.inf:
         raise ValueError(f"{name}={value} must be 0 or more")
+    if (self.all_reduce_share is None) != (self.all_reduce_launch_s is None):
+      raise ValueError(
+        f"all_reduce_share={self.all_reduce_share} and "
+        f"all_reduce_launch_s={self.all_reduce_launch_s}: both or neither"
+      )
+
+  def gemm_s(self, num_launches: T, compute_s: T, memory_s: T) -> T:
+    compute_s = compute_s / self.gemm_compute
+    each_s = compute_s / num_launches
+    compute_s = compute_s * (1 + self.gemm_throttle * each_s / (each_s + LONG_S))
+    return num_launches * self.gemm_launch_s + smooth_max(
+      compute_s, memory_s / self.gemm_memory, self.gemm_p
+    )
+
+  def elementwise_s(self, num_launches: T, memory_s: T) -> T:
+    return num_launches * self.elementwise_launch_s + memory_s / self.elementwise_memory
+
+  def prefill_s(self, num_launches: T, compute_s: T, memory_s: T, num_rows: T) -> T:
+    """`num_rows`: queries times heads, of each launch."""
+    lack = self.prefill_fill_rows / num_rows - 1
+    compute_s = compute_s * (1 + (lack + abs(lack)) / 2)  # times the larger of 1 and fill / rows
+    return num_launches * self.prefill_launch_s + smooth_max(
+      compute_s / self.prefill_compute, memory_s / self.prefill_memory, self.prefill_p
+    )
+
+  def decode_s(self, num_launches: T, memory_s: T, row_memory_s: T) -> T:
+    """`row_memory_s`: of one token of context more in every row."""
+    return (
+      num_launches * self.decode_launch_s
+      + (memory_s + self.decode_pad_tokens * row_memory_s) / self.decode_memory
+    )
+
+  def mixed_s(
+    self,
+    num_launches: T,
+    compute_s: T,  # of chunks
+    decode_compute_s: T,
+    memory_s: T,  # of both
+    num_rows: T,  # of each launch, as for `prefill_s`
+    num_decode_rows: T,
+    longest_s: T,  # of one row that has the longest context, over all launches
+    num_idle: T,  # queries of chunks in the tiles of decodes, over all launches
+  ) -> T:
+    work_s = self.prefill_s(
+      num_launches,
+      compute_s + self.mixed_rows * decode_compute_s,
+      memory_s,
+      num_rows + self.mixed_rows * num_decode_rows,
+    )
+    work_s = work_s + self.mixed_idle_s * num_idle
+    alone_s = num_launches * self.prefill_launch_s + (
+      longest_s * self.prefill_fill_rows / self.prefill_compute
+    )
+    return (work_s + alone_s + abs(work_s - alone_s)) / 2  # the longer one
+
+  def all_reduce_s(self, num_launches: T, link_s: T, tp: T) -> T:
+    """`link_s`: the bytes' time at the link's rate. Only where it was fitted."""
+    each_s = self.all_reduce_launch_s + self.all_reduce_hop_s * (tp - 1)
+    slowdown = (tp / 2) ** math.log2(self.all_reduce_growth)
+    return num_launches * each_s + link_s * slowdown / self.all_reduce_share
+
+
+def smooth_max(a: T, b: T, p: float) -> T:
+  """The p-norm of two times: their sum for p = 1, the longer one for infinity (numbers only)."""
+  if p == math.inf:
+    return max(a, b)
+  return (a**p + b**p) ** (1 / p)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
   """One accelerator. Peaks are dense 16-bit FLOP/s and bytes/s, in powers of ten.
 
-  `fit` None is a device that nobody measured: its times are what the data sheet promises, which
-  is 30 to 60 % too fast, and must be shown as uncalibrated.
+  Weights, K, V and activations have `bytes_per_value` there.
+
+  `fit` None is a device that nobody measured: its times are what the data sheet promises, which is
+  30 to 60 % too fast, and must be shown as uncalibrated.
 
   Raises:
-    ValueError: a peak or a memory size that is not positive.
+    ValueError: a peak or a size that is not positive.
   """
 
   name: str
   peak_flops_per_s: float
   peak_bytes_per_s: float
   memory_bytes: float
+  bytes_per_value: float = 2
   fit: Fit | None = None
 
   def __post_init__(self):
-    for field in ("peak_flops_per_s", "peak_bytes_per_s", "memory_bytes"):
+    for field in ("peak_flops_per_s", "peak_bytes_per_s", "memory_bytes", "bytes_per_value"):
       if not 0 < getattr(self, field) < math.inf:
         raise ValueError(f"device {self.name}: {field}={getattr(self, field)} must be positive")
 

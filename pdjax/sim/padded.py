@@ -22,7 +22,10 @@ class Padding:
   rows: tuple[int, ...] = ()
 
   def __call__(self, counts: StepCounts) -> StepCounts:
-    """What a step computes: what is added goes through the weights and attends to nothing."""
+    """What a step computes: what is added goes through the weights and attends to nothing.
+
+    Rows of decodes that are added are sampled too.
+    """
     sizes = self.rows
     if counts.num_prefill_tokens:
       sizes = self.mixed if counts.num_decodes else self.prefill
@@ -30,7 +33,9 @@ class Padding:
     num_more = next((size for size in sizes if size >= num_tokens), num_tokens) - num_tokens
     if counts.num_prefill_tokens:
       return counts._replace(num_prefill_tokens=counts.num_prefill_tokens + num_more)
-    return counts._replace(num_decodes=counts.num_decodes + num_more)
+    return counts._replace(
+      num_decodes=counts.num_decodes + num_more, num_emitted=counts.num_emitted + num_more
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

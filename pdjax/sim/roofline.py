@@ -3,48 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import NamedTuple
 
-from pdjax.core.costs import StepCounts, count_plan, shard_of, step_costs
+import numpy as np
+
+from pdjax.core.costs import OpRates, StepCounts, cost_rates, shard_of
 from pdjax.core.device_group import split_layers
 from pdjax.core.model_config import ModelConfig
-from pdjax.core.plan import StepPlan
 from pdjax.sim.hardware import Device, Fit, Link
+from pdjax.sim.latency_model import LatencyModel, StepTerms, later
 
 _IDEAL = Fit()
 
 
-class StepTerms(NamedTuple):
-  """Where the time of a step goes. A tuple, as a simulator makes one per step."""
-
-  linear_s: float = 0.0
-  elementwise_s: float = 0.0
-  attention_prefill_s: float = 0.0
-  attention_decode_s: float = 0.0
-  all_reduce_s: float = 0.0
-  host_s: float = 0.0
-
-  @property
-  def total_s(self) -> float:
-    return sum(self)
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Roofline:
+class Roofline(LatencyModel):
   """Step times of one model on one device, or split over `tp` of them, without side effects.
 
   `fused`: a mixed step sends chunk and decodes through the weights together, as `mixed_step` of
   the engine does. Not fused, it runs two forwards one after the other and reads the weights twice;
   the host still plans it once. Attention of prefill and of decode are separate kernels either way,
-  so their times add.
+  so their times add, but for an engine that has `one_kernel` for both (vLLM with FlashAttention),
+  which is slower than two where there are many decodes.
 
   Over `tp` devices each does its share of an operator at the speed of its fit, and a layer has two
-  all-reduces of the hidden states over `link`. Nobody measured those: with `tp` above 1 step times
-  are uncalibrated. Those of the embedding and of the logits, once a step, are left out.
+  all-reduces of the hidden states over `link`. Those of the embedding and of the logits, once a
+  step, are left out.
 
   Raises:
-    ValueError: a model that `tp` cannot split, or no link between several devices.
+    ValueError: a model that `tp` cannot split, no link between several devices, or one kernel for
+      both on a device where nobody measured it.
   """
 
   model: ModelConfig
@@ -52,78 +40,109 @@ class Roofline:
   tp: int = 1
   link: Link | None = None
   fused: bool = True
+  one_kernel: bool = False
   bytes_per_weight: float = 2
   bytes_per_kv: float = 2
   bytes_per_activation: float = 2
-  _shard: ModelConfig = dataclasses.field(init=False, repr=False)
+  _ops: OpTimes = dataclasses.field(init=False, repr=False)
 
   def __post_init__(self):
     if self.tp < 1 or (self.tp > 1 and self.link is None):
       raise ValueError(f"tp={self.tp} must be 1, or more with a link between the devices")
-    object.__setattr__(self, "_shard", shard_of(self.model, self.tp))
-
-  def step_s(self, plan: StepPlan) -> float:
-    return self.terms(plan).total_s
-
-  def terms(self, plan: StepPlan) -> StepTerms:
-    return self.terms_of(count_plan(plan))
-
-  def terms_of(self, counts: StepCounts) -> StepTerms:
-    """The terms of a step known only by its counts."""
-    host_s = (self.device.fit or _IDEAL).host_s
-    if self.fused or not (counts.num_prefill_tokens and counts.num_decodes):
-      return self._forward(counts)._replace(host_s=host_s)
-    halves = [self._forward(half) for half in counts.split()]
-    return StepTerms(*map(sum, zip(*halves)))._replace(host_s=host_s)
-
-  def _forward(self, counts: StepCounts) -> StepTerms:
-    fit, flops_per_s = self.device.fit or _IDEAL, self.device.peak_flops_per_s
-    bytes_per_s = self.device.peak_bytes_per_s
-    linear_s = elementwise_s = prefill_s = decode_s = 0.0
-    ops = step_costs(
-      counts,
-      self._shard,
+    if self.one_kernel and (self.device.fit is None or self.device.fit.mixed_rows is None):
+      raise ValueError(f"one_kernel: nobody measured one for both kinds on {self.device.name}")
+    ops = op_times(
+      shard_of(self.model, self.tp),
+      self.device,
       bytes_per_weight=self.bytes_per_weight,
       bytes_per_kv=self.bytes_per_kv,
       bytes_per_activation=self.bytes_per_activation,
     )
-    # An operator's layers are alike, so the norm of their sums is the sum of their norms.
-    for op in ops:
-      if op.kind == "linear":
-        linear_s += op.num_launches * fit.gemm_launch_s + _norm(
-          op.flops / (fit.gemm_compute * flops_per_s),
-          op.num_bytes / (fit.gemm_memory * bytes_per_s),
-          fit.gemm_p,
-        )
-      elif op.kind == "elementwise":
-        elementwise_s += op.num_launches * fit.elementwise_launch_s + op.num_bytes / (
-          fit.elementwise_memory * bytes_per_s
-        )
-      elif op.kind == "attention_prefill":
-        prefill_s += op.num_launches * fit.prefill_launch_s + _norm(
-          op.flops / (fit.prefill_compute * flops_per_s),
-          op.num_bytes / (fit.prefill_memory * bytes_per_s),
-          fit.prefill_p,
-        )
-      else:
-        num_pads = counts.num_decodes * fit.decode_pad_tokens
-        pad_bytes = num_pads * self._shard.kv_bytes_per_token(1) * self.bytes_per_kv
-        decode_s += op.num_launches * fit.decode_launch_s + (op.num_bytes + pad_bytes) / (
-          fit.decode_memory * bytes_per_s
-        )
-    return StepTerms(linear_s, elementwise_s, prefill_s, decode_s, self._all_reduces_s(counts))
+    object.__setattr__(self, "_ops", ops)
 
-  def _all_reduces_s(self, counts: StepCounts) -> float:
+  @property
+  def caveats(self) -> tuple[str, ...]:
+    fit, name = self.device.fit, self.device.name
+    if fit is None:
+      return (f"step times of {name} are those of its data sheet: too fast by a third or more",)
+    found = []
+    if self.tp > 1 and fit.all_reduce_share is None:
+      found.append(f"nobody measured all-reduces of {name}: they take what {self.link.name} says")
+    if not fit.host_s:
+      found.append(f"nobody measured host time per step on {name}: it takes none")
+    return tuple(found)
+
+  def terms_of(self, counts: StepCounts) -> StepTerms:
+    fit = self.device.fit or _IDEAL
+    host_s = fit.host_s + fit.host_row_s * (counts.num_decodes + counts.num_prefills)
+    if self.fused or not (counts.num_prefill_tokens and counts.num_decodes):
+      return StepTerms(*self._forward(counts), host_s)
+    halves = [self._forward(half) for half in counts.split()]
+    return StepTerms(*map(sum, zip(*halves)), host_s)
+
+  def decode_steps_s(self, counts: StepCounts, num_steps: int) -> np.ndarray:
+    if self.one_kernel and counts.num_prefill_tokens:
+      return LatencyModel.decode_steps_s(self, counts, num_steps)
+    # Of all terms only decode attention depends on the keys, and it is linear in them.
+    first_s = self.terms_of(counts).total_s
+    if num_steps < 2:
+      return np.full(num_steps, first_s)
+    more_s = (self.terms_of(later(counts, num_steps - 1)).total_s - first_s) / (num_steps - 1)
+    return first_s + more_s * np.arange(num_steps)
+
+  def _forward(self, counts: StepCounts) -> tuple[float, float, float, float, float]:
+    fit, ops = self.device.fit or _IDEAL, self._ops
+    prefill_tokens, pairs, keys, decodes, decode_keys, emitted, prefills = counts
+    tokens = prefill_tokens + decodes
+    linear_s = elementwise_s = prefill_s = decode_s = 0.0
+    # An operator's layers are alike, so the norm of their sums is the sum of their norms.
+    if tokens:
+      for launches, compute_s, memory_s, fixed_s in ops.linears:
+        linear_s += fit.gemm_s(launches, tokens * compute_s, tokens * memory_s + fixed_s)
+      launches, memory_s = ops.elementwise
+      elementwise_s = fit.elementwise_s(launches, tokens * memory_s)
+    if emitted:
+      launches, compute_s, memory_s, fixed_s = ops.lm_head
+      linear_s += fit.gemm_s(launches, emitted * compute_s, emitted * memory_s + fixed_s)
+    if prefill_tokens:
+      launches, compute_s, token_s, key_s, heads = ops.attention
+      memory_s = prefill_tokens * token_s + keys * key_s
+      prefill_s = fit.prefill_s(launches, pairs * compute_s, memory_s, heads * prefill_tokens)
+    if decodes and prefill_tokens and self.one_kernel:
+      one = max(1, prefills)
+      longest = max((keys - prefill_tokens / 2) / one, decode_keys / decodes)
+      both_s = fit.mixed_s(
+        launches,
+        pairs * compute_s,
+        decode_keys * compute_s,
+        memory_s + decodes * token_s + decode_keys * key_s,
+        heads * prefill_tokens,
+        heads * decodes,
+        longest * compute_s / heads,
+        launches * heads * decodes * prefill_tokens / one,
+      )
+      decode_s = max(0.0, both_s - prefill_s)
+    elif decodes:
+      launches, _, token_s, key_s, _ = ops.attention
+      decode_s = fit.decode_s(launches, decodes * token_s + decode_keys * key_s, decodes * key_s)
+    return linear_s, elementwise_s, prefill_s, decode_s, self._all_reduces_s(tokens)
+
+  def _all_reduces_s(self, num_tokens: int) -> float:
     """After attention and after the MLP of each layer.
 
     2 (tp - 1) / tp of the bytes cross each link: the least that any all-reduce must send, and what
     a ring does (Patarasuk and Yuan 2009). The latency counts once, not once a hop of a ring: inside
     a node small all-reduces are done in one hop.
     """
-    if self.tp == 1:
+    if self.tp == 1 or not num_tokens:
       return 0.0
-    num_bytes = counts.num_tokens * self.model.d_model * self.bytes_per_activation
-    return 2 * self.model.num_layers * self.link.copy_s(2 * (self.tp - 1) / self.tp * num_bytes)
+    launches = 2 * self.model.num_layers
+    num_bytes = num_tokens * self.model.d_model * self.bytes_per_activation
+    num_bytes *= 2 * (self.tp - 1) / self.tp
+    fit = self.device.fit or _IDEAL
+    if fit.all_reduce_share is None:
+      return launches * self.link.copy_s(num_bytes)
+    return fit.all_reduce_s(launches, launches * num_bytes / self.link.bytes_per_s, self.tp)
 
   def hand_over_s(self, num_tokens: int) -> float:
     """Of a pipeline: hidden states over `link` to the next stage, each device's to its counterpart.
@@ -136,11 +155,55 @@ class Roofline:
     return self.link.copy_s(num_tokens * self.model.d_model * self.bytes_per_activation)
 
 
-def _norm(a: float, b: float, p: float) -> float:
-  high, low = (a, b) if a > b else (b, a)
-  if p == math.inf or not high:
-    return high
-  return high * (1 + (low / high) ** p) ** (1 / p)
+class OpTimes(NamedTuple):
+  """Seconds at a device's peaks of a model's operators over all layers; see `op_times`."""
+
+  linears: tuple[tuple[int, float, float, float], ...]  # launches, per row twice, of the weights
+  lm_head: tuple[int, float, float, float]
+  elementwise: tuple[int, float]  # launches, per token
+  attention: tuple[int, float, float, float, int]  # launches, per pair, token, key; heads
+
+
+def op_times(
+  shard: ModelConfig,
+  device: Device,
+  *,
+  bytes_per_weight: float = 2,
+  bytes_per_kv: float = 2,
+  bytes_per_activation: float = 2,
+) -> OpTimes:
+  """What `step_costs` says of one device's share of a model, as seconds at the peaks.
+
+  Linear operators: compute and memory for each row, then memory for the weights. Attention: compute
+  for each pair of a query and a key, memory for each query and for each key.
+  """
+  rates = cost_rates(
+    shard,
+    bytes_per_weight=bytes_per_weight,
+    bytes_per_kv=bytes_per_kv,
+    bytes_per_activation=bytes_per_activation,
+  )
+  flops_s, bytes_s = 1 / device.peak_flops_per_s, 1 / device.peak_bytes_per_s
+
+  def linear(op: OpRates, row: str) -> tuple[int, float, float, float]:
+    row_s = getattr(op.flops, row) * flops_s, getattr(op.num_bytes, row) * bytes_s
+    return op.num_launches, *row_s, op.fixed_bytes * bytes_s
+
+  head, elementwise = rates["lm_head"], rates["elementwise"]
+  attention = rates["attention_prefill"]
+  body = [op for op in rates.values() if op.kind == "linear" and op is not head]
+  return OpTimes(
+    linears=tuple(linear(op, "num_prefill_tokens") for op in body),
+    lm_head=linear(head, "num_emitted"),
+    elementwise=(elementwise.num_launches, elementwise.num_bytes.num_prefill_tokens * bytes_s),
+    attention=(
+      attention.num_launches,
+      attention.flops.num_prefill_pairs * flops_s,
+      attention.num_bytes.num_prefill_tokens * bytes_s,
+      attention.num_bytes.num_prefill_keys * bytes_s,
+      shard.num_heads,
+    ),
+  )
 
 
 def num_pages(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import operator
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from pdjax.core.costs import (
   KINDS,
   StepCounts,
+  cost_rates,
   count_plan,
   count_slices,
   step_costs,
@@ -155,3 +157,28 @@ def test_every_operator_is_of_a_known_kind_and_moves_bytes():
   ops = step_costs(counts, TINY)
   assert {op.kind for op in ops} == set(KINDS)
   assert all(op.num_bytes > 0 and op.num_launches > 0 for op in ops)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.name)
+@given(
+  chunks=st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 3000)), max_size=4),
+  positions=st.lists(st.integers(0, 9000), max_size=40),
+  bytes_per=st.tuples(*[st.sampled_from([0, 0.5, 1, 2, 4])] * 3),
+)
+def test_rates_say_what_the_costs_of_any_step_are(config, chunks, positions, bytes_per):
+  counts = count_slices(
+    prefill_starts=[start for start, _ in chunks],
+    prefill_tokens=[size for _, size in chunks],
+    decode_positions=positions,
+    num_emitted=len(chunks) + len(positions),
+  )
+  widths = dict(
+    zip(("bytes_per_weight", "bytes_per_kv", "bytes_per_activation"), bytes_per, strict=True)
+  )
+  rates = cost_rates(config, **widths)
+  for op in step_costs(counts, config, **widths):
+    rate = rates[op.name]
+    assert (rate.kind, rate.num_launches) == (op.kind, op.num_launches)
+    assert sum(map(operator.mul, rate.flops, counts)) == op.flops
+    moved = rate.fixed_bytes + sum(map(operator.mul, rate.num_bytes, counts))
+    assert moved == pytest.approx(op.num_bytes, rel=1e-12)

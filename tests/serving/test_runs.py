@@ -110,7 +110,7 @@ def test_strokes_give_the_history_of_single_steps(strategy, rate_rps):
 def test_a_policy_that_does_not_say_that_its_steps_repeat_takes_them_one_at_a_time():
   def shortest_first(step):
     for seq in sorted(step.decoding, key=lambda seq: seq.num_tokens)[:2]:
-      step.advance(seq)
+      step.advance(seq, preempt=True)
     step.prefill()
     step.admit()
 

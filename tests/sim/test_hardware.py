@@ -2,7 +2,7 @@
 
 import pytest
 
-from configs.hardware import HARDWARE, LINKS, link
+from configs.hardware import FITTED_FROM, HARDWARE, LINKS, link
 from configs.models import MODELS
 from pdjax.sim.hardware import Device, Link, parse_link
 
@@ -47,9 +47,9 @@ def test_entries_carry_the_name_they_are_listed_under():
 
 def test_a_device_that_was_not_measured_says_so():
   calibrated = {name for name, device in HARDWARE.items() if device.is_calibrated}
-  assert calibrated == {"a100"}
-  assert HARDWARE["a100"].label == "a100"
-  assert HARDWARE["h100"].label == "h100 (uncalibrated)"
+  assert calibrated == FITTED_FROM.keys()
+  assert HARDWARE["h100"].label == "h100"
+  assert HARDWARE["b200"].label == "b200 (uncalibrated)"
 
 
 def test_the_a100_balances_at_153_flop_per_byte():

@@ -1,0 +1,118 @@
+"""The steps that are timed tell the parameters apart; their fit predicts the others."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from configs.hardware import HARDWARE
+from configs.models import MODELS
+from experiments.profiling import (
+  Point,
+  errors_by_kind,
+  fit_points,
+  predictions_s,
+  steps_to_time,
+  time_steps,
+)
+from experiments.program import ROOT
+from pdjax.core.costs import count_plan
+from pdjax.scheduling.pages import PageConfig
+from pdjax.sim.padded import Padded, Padding
+from pdjax.sim.roofline import Roofline
+
+PAGES = PageConfig(num_rows=16, page_size=16, pages_per_row=64, num_pages=1024, contiguous=True)
+KINDS = ("prefill", "decode", "mixed")
+MODEL, DEVICE = MODELS["llama3-8b"], HARDWARE["a100"]
+PADDING = Padding(prefill=(64, 128, 256, 512), mixed=(64, 128), rows=(1, 4, 8, 16))
+
+
+def plans():
+  return steps_to_time(PAGES, prefill_tokens=512, mixed_tokens=128, kinds=KINDS)
+
+
+@pytest.mark.quick
+def test_some_45_steps_cover_every_kind_and_end_of_the_range():
+  found = plans()
+  counts = [count_plan(plan) for plan in found]
+  assert 35 <= len(found) <= 55 and {plan.kind for plan in found} == set(KINDS)
+  assert len(set(counts)) == len(counts), "a step is timed twice"
+  assert max(c.num_prefill_tokens for c in counts) == 512
+  assert min(c.num_prefill_tokens for c in counts if c.num_prefill_tokens) <= 16
+  assert {1, 16} <= {c.num_decodes for c in counts}
+  assert max(c.num_decode_keys for c in counts) == 16 * PAGES.capacity_tokens
+  assert all(c.num_tokens <= 128 for p, c in zip(found, counts) if p.kind == "mixed")
+
+
+@pytest.mark.quick
+def test_the_fit_of_these_steps_predicts_steps_that_were_not_timed():
+  truth = Padded(latency=Roofline(model=MODEL, device=DEVICE), padding=PADDING)
+  rng = np.random.default_rng(0)
+
+  def measured(plan, noise):
+    seconds = truth.step_s(plan) * np.exp(noise * rng.standard_normal())
+    return Point(plan.kind, count_plan(plan), seconds)
+
+  points = [measured(plan, 0.03) for plan in plans()]
+  fitted = fit_points(points, MODEL, DEVICE, PADDING)
+  others = steps_to_time(
+    dataclasses.replace(PAGES, num_rows=12, num_pages=768),
+    prefill_tokens=300,
+    mixed_tokens=100,
+    kinds=KINDS,
+  )
+  unseen = [measured(plan, 0.0) for plan in others]
+  errors = errors_by_kind(unseen, predictions_s(unseen, fitted.fit, MODEL, DEVICE, PADDING))
+  assert set(errors) == {*KINDS, "all"} and errors["all"].num_points == len(unseen)
+  for kind in (*KINDS, "all"):
+    assert errors[kind].median < 3 and errors[kind].p95 < 10, (kind, errors[kind])
+
+
+@pytest.mark.quick
+def test_steps_are_timed_in_flight_on_all_pools_at_once():
+  class Executor:
+    """Counts what is in flight."""
+
+    def __init__(self):
+      self.now = self.most = self.num_steps = 0
+
+    def submit(self, plan, now_s):
+      self.now += 1
+      self.num_steps += 1
+      self.most = max(self.most, self.now)
+      return self
+
+    def result(self):
+      self.now -= 1
+
+  executors = [Executor(), Executor()]
+  points = time_steps(executors, plans()[:3], steps_in_flight=2, least_s=1e-4)
+  assert [e.most for e in executors] == [2, 2] and all(e.now == 0 for e in executors)
+  assert executors[0].num_steps == executors[1].num_steps >= 3 * 3 * 4
+  assert all(point.seconds > 0 for point in points)
+
+
+@pytest.mark.slow
+def test_the_program_writes_a_fit_of_this_machine(tmp_path):
+  command = [sys.executable, "-m", "experiments.profile_steps", "--model=tiny", "--num_rows=4"]
+  command += ["--max_len=64", "--token_budget=16", f"--out={tmp_path}"]
+  done = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=ROOT)
+  assert done.returncode == 0, done.stderr
+  result = json.loads((tmp_path / "fit.json").read_text())
+  assert result["errors"]["all"]["num_points"] == len(
+    (tmp_path / "steps.csv").read_text().splitlines()
+  ) - 1  # fmt: skip
+  assert "Device(" in done.stdout and "fit=Fit(" in done.stdout
+  assert (tmp_path / "fit.png").stat().st_size > 10_000
+
+
+@pytest.mark.quick
+def test_a_budget_below_the_rows_is_refused(tmp_path):
+  command = [sys.executable, "-m", "experiments.profile_steps", "--token_budget=4"]
+  done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
+  assert done.returncode == 2 and "--token_budget=4 cannot hold" in done.stderr
