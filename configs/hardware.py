@@ -39,6 +39,9 @@ tokens. What of each source was used:
 What of these operators makes a layer is in `experiments/validation/measured.py`, steps made of them
 against the fits are in VALIDATION.md.
 
+Memory is what CUDA reports of A100, H100, H200 and B200 (see configs/targets.py; with the A100's
+DistServe's published capacities come out within 0.5 %), the data sheet's of others.
+
 Host time is Vidur's of a 2024 Python engine on an A100: scheduling, inputs, sampling and outputs of
 Llama-2-7B at 13 batch sizes, 1.2 ms at 8 to 6.2 ms at 128, a line within 3 %. An engine that hides
 it behind two steps in flight has `dataclasses.replace(fit, host_s=0.0, host_row_s=0.0)`.
@@ -71,7 +74,7 @@ HARDWARE: dict[str, Device] = {
     name="a100",
     peak_flops_per_s=312e12,
     peak_bytes_per_s=2.039e12,
-    memory_bytes=80e9,
+    memory_bytes=84.99e9,
     fit=Fit(
       gemm_compute=0.704,
       gemm_memory=0.822,
@@ -99,7 +102,7 @@ HARDWARE: dict[str, Device] = {
     name="a100-vllm",
     peak_flops_per_s=312e12,
     peak_bytes_per_s=2.039e12,
-    memory_bytes=80e9,
+    memory_bytes=84.99e9,
     fit=Fit(
       gemm_compute=0.892,
       gemm_memory=0.802,
@@ -128,7 +131,7 @@ HARDWARE: dict[str, Device] = {
     name="h100",
     peak_flops_per_s=989e12,
     peak_bytes_per_s=3.35e12,
-    memory_bytes=80e9,
+    memory_bytes=84.94e9,
     fit=Fit(
       gemm_compute=0.887,
       gemm_memory=0.828,
@@ -155,7 +158,7 @@ HARDWARE: dict[str, Device] = {
     name="h200",
     peak_flops_per_s=989e12,
     peak_bytes_per_s=4.8e12,
-    memory_bytes=141e9,
+    memory_bytes=151.4e9,
     fit=Fit(
       gemm_compute=0.941,
       gemm_memory=0.848,
@@ -182,7 +185,7 @@ HARDWARE: dict[str, Device] = {
     name="b200",
     peak_flops_per_s=2.25e15,
     peak_bytes_per_s=8e12,
-    memory_bytes=180e9,
+    memory_bytes=191.5e9,
   ),
   "l40s": Device(
     name="l40s",

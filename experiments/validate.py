@@ -95,6 +95,7 @@ def check_replay() -> Checked:
       page_size=FLAGS.page_size,
       tp=spec.group.tp,
       pp=spec.pp,
+      step_tokens=FLAGS.token_budget,
       reserve_bytes=FLAGS.reserve_gb * 1e9,
     )
     latency[spec.name] = own
@@ -264,7 +265,7 @@ if __name__ == "__main__":
   flags.DEFINE_integer("num_rows", 128, "most sequences of a pool", lower_bound=1)
   flags.DEFINE_integer("page_size", 16, "tokens of a page", lower_bound=1)
   flags.DEFINE_integer("num_pages", None, "pages of a pool; default: what its memory holds")
-  flags.DEFINE_float("reserve_gb", 0.0, "memory for activations and the runtime, beside 10 %")
+  flags.DEFINE_float("reserve_gb", 0.0, "memory for the runtime, beside 10 %")
   flags.DEFINE_string("reservation", None, "as scheduler.reservation; default: the policy's")
   flags.DEFINE_float("watermark", 0.0, "share of pages that admission leaves free")
   flags.DEFINE_float("host_ms", None, "the host's time per step; default: the device's own")

@@ -42,9 +42,7 @@ from pdjax.sim.roofline import num_pages
 from pdjax.sim.sim_executor import SimExecutor, SimTicket
 
 MODEL = MODELS["opt-13b"]
-DEVICE = dataclasses.replace(  # what CUDA reports of an A100-SXM-80GB: 79.15 GiB
-  HARDWARE["a100"], memory_bytes=84.99e9
-)
+DEVICE = HARDWARE["a100"]
 PAGE_SIZE = 16
 PAGES_PER_ROW = 2048 // PAGE_SIZE + 1  # OPT ends at 2,048 tokens
 SLOS = ((0.2, 0.1), (0.25, 0.1), (0.4, 0.1))  # TTFT, TPOT in seconds, as in facts.json
@@ -160,8 +158,7 @@ def as_served(
   """
   is_vllm = system == "vllm"
   # Of the device's memory DistServe uses 95 % and keeps 1 % free (distserve/worker.py). vLLM uses
-  # 95 % less what a pass over 16,384 tokens takes: two MLP activations and five hidden states wide.
-  activations_bytes = 16_384 * (2 * MODEL.d_ff + 5 * MODEL.d_model) * 2
+  # 95 % less what a pass over 16,384 tokens takes.
 
   def pages(spec: PoolSpec) -> PageConfig:
     found = num_pages(
@@ -170,7 +167,7 @@ def as_served(
       page_size=PAGE_SIZE,
       tp=spec.group.tp,
       memory_share=0.95 if is_vllm else 0.94,
-      reserve_bytes=activations_bytes if is_vllm else 0,
+      step_tokens=16_384 if is_vllm else 0,
     )
     return PageConfig(
       num_rows=1024,

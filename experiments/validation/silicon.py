@@ -14,9 +14,11 @@ How a row was served is as its makers publish it, and otherwise the engine's def
   worker the same without users.
 - All others: lengths and requests as for Dynamo; 8,192 tokens a step, the default of all three.
 
-vLLM and SGLang cut prompts to the budget, TensorRT-LLM takes them whole beside the decodes. A step
-costs the host no time: all three prepare it behind the one before. The same assumption gives a run
-of vLLM 0.19 on another device its mean TPOT (`vllm.host_of_rtx_4090`).
+vLLM and SGLang cut prompts to the budget, TensorRT-LLM takes them whole beside the decodes. The
+host's work for a step is hidden behind the step before, which gives a run of vLLM 0.19 on another
+device its mean TPOT (`vllm.host_of_rtx_4090`). Only vLLM before 0.14 schedules and computes in
+turns unless told otherwise (its release notes): there it takes what Vidur's authors measured of
+such an engine beside an A100 (`configs/hardware.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from configs.hardware import LINKS
+from configs.hardware import HARDWARE, LINKS
 from experiments.validation.page import Reached, Section
 from experiments.validation.replay import error_percent, markdown_table
 from pdjax.config import PoolSpec, SchedulerOptions, parse_pools
@@ -65,11 +67,12 @@ DENSE = {  # models of the rows: what the package has of the same shape
 POLICIES = {"sglang": "fcfs", "trtllm": "hybrid_only", "vllm": "fcfs"}
 BYTES_PER_WEIGHT = {"bfloat16": 2, "fp8": 1, "fp8_block": 1, "nvfp4": 9 / 16}
 PAGE_SIZE = 32
-READ_S, READ_TOKEN_S = 1e-3, 1e-6
+TURNAROUND_S = 1e-3  # from a user's last token to the next request: it misses the step then begun
 NUM_AGGREGATED = 60
 SEED = 0
 TOKEN_BUDGET = 8192  # vLLM's max_num_batched_tokens, TensorRT-LLM's max_num_tokens, SGLang's chunk
 LINK = LINKS["nvlink4"]
+HOST = HARDWARE["a100"].fit
 INFERENCE_MAX = "2026-04-06.csv"  # the file that its rows came in
 
 
@@ -86,6 +89,7 @@ class Row(NamedTuple):
   model: str
   system: str
   backend: str
+  is_synchronous: bool  # the device waits for the host
   gemm: str
   isl: int
   osl: int
@@ -131,6 +135,9 @@ def _row(record: Mapping[str, str]) -> Row:
     model=record["model_path"],
     system=record["system"],
     backend=record["backend"],
+    is_synchronous=record["backend"] == "vllm"
+    and maker != "inference_max"
+    and tuple(map(int, record["backend_version"].split(".")[:2])) < (0, 14),
     gemm=record["gemm_quant_mode"] or "bfloat16",
     isl=int(record["isl"]),
     osl=int(record["osl"]),
@@ -169,39 +176,27 @@ def lengths_of(row: Row) -> list[tuple[int, int]]:
   ]
 
 
-def closed_loop(
-  cluster: Cluster, lengths: Sequence[tuple[int, int]], users: int
-) -> tuple[EventLog, list[float]]:
-  """Serves requests of these lengths for so many users, who all begin at once.
-
-  Returns the history and when each request was sent. It arrives when the server has read it.
-  """
-  log, inbox = EventLog(), Inbox(is_open=True)
-  sent_s: list[float] = []
-  free_s = 0.0
-
-  def send(now_s: float) -> None:
-    nonlocal free_s
-    if len(sent_s) == len(lengths):
-      inbox.close()
-      return
-    prompt_tokens, output_tokens = lengths[len(sent_s)]
-    free_s = max(free_s, now_s) + READ_S + prompt_tokens * READ_TOKEN_S
-    request = Request(
-      request_id=len(sent_s),
-      arrival_s=free_s,
+def closed_loop(cluster: Cluster, lengths: Iterable[tuple[int, int]], users: int) -> EventLog:
+  """Serves requests of these lengths for so many users, who all begin at once."""
+  requests = (
+    Request(
+      request_id=i,
+      arrival_s=0.0,
       num_prompt_tokens=prompt_tokens,
       sampling=SamplingParams(max_tokens=output_tokens),
     )
-    sent_s.append(now_s)
+    for i, (prompt_tokens, output_tokens) in enumerate(lengths)
+  )
+  log, inbox = EventLog(), Inbox(is_open=True)
+  for _, request in zip(range(users), requests):
     inbox.submit(request)
-
-  for _ in range(users):
-    send(0.0)
   for turn in serve(cluster, inbox, VirtualClock(), log):
     for _ in (*turn.ended, *turn.failed):
-      send(turn.now_s)
-  return log, sent_s
+      if (request := next(requests, None)) is None:
+        inbox.close()
+      else:
+        inbox.submit(dataclasses.replace(request, arrival_s=turn.now_s + TURNAROUND_S))
+  return log
 
 
 def simulate_row(
@@ -223,7 +218,8 @@ def simulate_row(
     budget = row.isl + 1500 + (row.users if row.decode is None else 0)
   specs = parse_pools(pools)
   models = {
-    role: latency(row.model, row.system, row.backend, row.gemm, w.tp) for role, w in workers.items()
+    role: latency(row.model, row.system, row.backend, row.gemm, own.tp, row.is_synchronous)
+    for role, own in workers.items()
   }
 
   def pages_of(spec: PoolSpec) -> PageConfig:
@@ -265,20 +261,19 @@ def simulate_row(
     steps_in_flight=1,
   )
   cluster = make_cluster(specs, options, lambda group: pages_of(of[group]), executor)
-  log, sent_s = closed_loop(cluster, lengths_of(row), row.users)
-  records = request_records(log)
-  for record in records.values():
+  records = request_records(closed_loop(cluster, lengths_of(row), row.users)).values()
+  for record in records:
     if record.outcome != "finished":
       raise ValueError(record.failed_reason)
-  ttft_s = statistics.fmean(records[i].token_s[0] - sent for i, sent in enumerate(sent_s))
-  return ttft_s, statistics.fmean(record.tpot_s for record in records.values())
+  ttft_s, tpot_s = ([getattr(r, name) for r in records] for name in ("ttft_s", "tpot_s"))
+  return statistics.fmean(ttft_s), statistics.fmean(tpot_s)
 
 
 # Theirs -------------------------------------------------------------------------------------------
 
 
-def estimate_row(row: Row) -> tuple[float, float]:
-  """The same by the package's own estimator.
+def estimate_row(row: Row, version: str) -> tuple[float, float]:
+  """The same by the package's own estimator, with its tables of a backend's version.
 
   Raises:
     Exception: whatever it raises, of its own or not.
@@ -298,6 +293,7 @@ def estimate_row(row: Row) -> tuple[float, float]:
     DENSE[row.model],
     row.system,
     backend_name=row.backend,
+    backend_version=version,
     isl=row.isl,
     osl=row.osl,
     gemm_quant_mode=row.gemm,
@@ -326,8 +322,24 @@ def compare(rows: Iterable[Row], show: Show) -> Iterator[Compared]:
     return ModelConfig.from_hf(configs / f"{DENSE[name].replace('/', '--')}_config.json")
 
   @functools.cache
-  def latency(name: str, system: str, backend: str, gemm: str, tp: int) -> Silicon:
-    return Silicon(model=model_of(name), system=system, backend=backend, gemm=gemm, tp=tp)
+  def latency(
+    name: str, system: str, backend: str, gemm: str, tp: int, is_synchronous: bool
+  ) -> Silicon:
+    return Silicon(
+      model=model_of(name),
+      system=system,
+      backend=backend,
+      gemm=gemm,
+      tp=tp,
+      host_s=HOST.host_s if is_synchronous else 0.0,
+      host_row_s=HOST.host_row_s if is_synchronous else 0.0,
+    )
+
+  @functools.cache
+  def newest(system: str, backend: str) -> str:
+    from aiconfigurator_core.sdk.perf_database import get_latest_database_version
+
+    return get_latest_database_version(system=system, backend=backend)
 
   def errors(row: Row, times: Callable[[], tuple[float, float]]) -> tuple[float, float] | str:
     try:
@@ -340,7 +352,7 @@ def compare(rows: Iterable[Row], show: Show) -> Iterator[Compared]:
     show(row.name)
     found = {
       "simulated": errors(row, lambda row=row: simulate_row(row, model_of(row.model), latency)),
-      "estimated": errors(row, lambda row=row: estimate_row(row)),
+      "estimated": errors(row, lambda row=row: estimate_row(row, newest(row.system, row.backend))),
     }
     why_not = [f"{who}: {what}" for who, what in found.items() if isinstance(what, str)]
     values = [None if isinstance(what, str) else what for what in found.values()]

@@ -118,13 +118,11 @@ def serve_as_vllm(
 
 def replay(rows: Sequence[Measured], latency: LatencyModel) -> Replay:
   """The run on the RTX PRO 6000."""
-  # What a pass over the budget takes: two MLP activations and five hidden states wide.
-  activations_bytes = TOKEN_BUDGET * (2 * MODEL.d_ff + 5 * MODEL.d_model) * 2
   found = num_pages(
     model=MODEL,
     device=HARDWARE["rtx-pro-6000"],
     page_size=PAGE_SIZE,
-    reserve_bytes=activations_bytes,
+    step_tokens=TOKEN_BUDGET,
   )
   return serve_as_vllm(rows, latency, num_rows=128, num_pages=found)
 

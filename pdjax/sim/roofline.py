@@ -213,16 +213,19 @@ def num_pages(
   page_size: int,
   tp: int = 1,
   pp: int = 1,
+  step_tokens: int = 0,
   memory_share: float = 0.9,
   reserve_bytes: float = 0,
   bytes_per_weight: float = 2,
   bytes_per_kv: int = 2,
+  bytes_per_activation: float = 2,
 ) -> int:
-  """Pages of KV cache that fit beside the weights in `memory_share` of the device's memory.
+  """Pages of KV cache that fit beside weights and activations in a share of the device's memory.
 
   Over `tp` devices each holds its share of weights and cache, in `pp` pipeline stages those of its
   layers: the longest stage decides, which has one of the embedding and the output matrix, as the
-  first and the last have. `reserve_bytes` is what activations and the runtime need besides.
+  first and the last have. Activations are those of a step of `step_tokens` where it is widest: two
+  of the MLP's and five hidden states. `reserve_bytes` is what the runtime needs besides.
 
   Raises:
     ValueError: not one page fits, or `tp` or `pp` cannot split the model.
@@ -234,12 +237,13 @@ def num_pages(
     shard = dataclasses.replace(shard, num_layers=num_layers, tie_embeddings=True)
   weight_bytes = shard.num_params * bytes_per_weight
   page_bytes = page_size * shard.kv_bytes_per_token(bytes_per_kv)
-  pages = int((usable_bytes - weight_bytes - reserve_bytes) // page_bytes)
+  step_bytes = step_tokens * (2 * shard.d_ff + 5 * shard.d_model) * bytes_per_activation
+  pages = int((usable_bytes - weight_bytes - step_bytes - reserve_bytes) // page_bytes)
   if pages < 1:
     where = device.name if tp * pp == 1 else f"one of {tp * pp} x {device.name}"
     raise ValueError(
-      f"{model.name} does not fit on {where}: weights {weight_bytes / 1e9:.1f} GB + reserve "
-      f"{reserve_bytes / 1e9:.1f} GB + one page {page_bytes / 1e9:.3f} GB, but only "
+      f"{model.name} does not fit on {where}: weights {weight_bytes / 1e9:.1f} GB + activations "
+      f"{step_bytes / 1e9:.1f} GB + reserve {reserve_bytes / 1e9:.1f} GB + one page {page_bytes / 1e9:.3f} GB, but only "
       f"{usable_bytes / 1e9:.1f} GB usable ({memory_share} of {device.memory_bytes / 1e9:.1f} GB)"
     )
   return pages

@@ -54,7 +54,8 @@ class Silicon(LatencyModel):
   Linear between measured points. A mixed step is the linear operators over all its tokens and both
   attentions. `gemm` is the type of the layers' matrices, the output matrix is always bfloat16; `kv`
   is that of the cache. `version` is the backend's; None is the newest with tables, for each
-  operator its own. `operators` are given instead of read.
+  operator its own. `operators` are given instead of read. The host takes `host_s` for a step and
+  `host_row_s` for each of its sequences.
 
   Raises:
     ModuleNotFoundError: the package is not installed.
@@ -70,6 +71,7 @@ class Silicon(LatencyModel):
   gemm: str = "bfloat16"
   kv: str = "bfloat16"
   host_s: float = 0.0
+  host_row_s: float = 0.0
   link: Link | None = None
   operators: Operators | None = dataclasses.field(default=None, repr=False)
   _tables: Tables = dataclasses.field(init=False, repr=False)
@@ -85,7 +87,7 @@ class Silicon(LatencyModel):
         head_dim=self.model.head_dim,
       )
       object.__setattr__(self, "operators", found)
-    tables = to_tables(self.model, self.operators, self.tp, self.host_s, self.link)
+    tables = to_tables(self.model, self.operators, self.tp, self.link)
     object.__setattr__(self, "_tables", tables)
 
   @property
@@ -99,7 +101,7 @@ class Silicon(LatencyModel):
       f"elementwise operators were not measured: their bytes at {self.operators.memory_share:.0%} "
       f"of the memory's rate",
     ]
-    if not self.host_s:
+    if not self.host_s + self.host_row_s:
       found.append("the host takes no time: its work is hidden behind the step before")
     return tuple(found)
 
@@ -107,18 +109,19 @@ class Silicon(LatencyModel):
     return self._tables.beyond(counts)
 
   def terms_of(self, counts: StepCounts) -> StepTerms:
-    return self._tables.terms_of(counts)
+    return self._tables.terms_of(counts)._replace(host_s=self._host_s(counts))
 
   def decode_steps_s(self, counts: StepCounts, num_steps: int) -> np.ndarray:
-    return self._tables.decode_steps_s(counts, num_steps)
+    return self._tables.decode_steps_s(counts, num_steps) + self._host_s(counts)
+
+  def _host_s(self, counts: StepCounts) -> float:
+    return self.host_s + self.host_row_s * (counts.num_decodes + counts.num_prefills)
 
   def hand_over_s(self, num_tokens: int) -> float:
     return self._tables.hand_over_s(num_tokens)
 
 
-def to_tables(
-  model: ModelConfig, operators: Operators, tp: int, host_s: float, link: Link | None
-) -> Tables:
+def to_tables(model: ModelConfig, operators: Operators, tp: int, link: Link | None) -> Tables:
   """The tables of one model on `tp` devices: from shapes that were measured to those it has.
 
   Raises:
@@ -141,7 +144,6 @@ def to_tables(
     prefill=_chunks(_of_heads(operators.context, shard, "prefill")),
     decode=_decodes(_of_heads(operators.generation, shard, "decode")),
     all_reduce=_all_reduce(operators.all_reduce, model.d_model, tp) if tp > 1 else None,
-    host_s=host_s,
     link=link,
   )
 

@@ -31,7 +31,7 @@ from pdjax.config import (
 from pdjax.core.clock import VirtualClock
 from pdjax.core.costs import count_plan, count_slices
 from pdjax.core.device_group import DeviceGroup
-from pdjax.core.events import Arrived, Copied, EventLog, Failed, Finished, Step, read_events
+from pdjax.core.events import Arrived, Copied, EventLog, Failed, Finished, Step, each_step, read_events
 from pdjax.core.request import Request, SamplingParams
 from pdjax.metrics.goodput import Slo, attainment, summary
 from pdjax.metrics.latency import outcomes, phases, request_records
@@ -93,7 +93,8 @@ def check_files(out: pathlib.Path, strategies) -> dict:
       assert parts is None or parts.total_s == record.e2e_s
   trace = json.loads((out / "timeline.json").read_text())["traceEvents"]
   steps = [row for row in trace if row.get("cat") == "step"]
-  assert len(steps) == sum(isinstance(e, Step) for log in logs.values() for e in log)
+  num_steps = sum(1 for log in logs.values() for _ in each_step(log))
+  assert sum(row["args"]["steps"] for row in steps) == num_steps
   assert all({"tokens", "flop_per_byte"} <= row["args"].keys() for row in steps)
   names = {"events.jsonl", "summary.json", "timeline.json"}
   names |= {"latency.png", "phases.png", "timeline.png"}
@@ -182,7 +183,7 @@ def test_a_model_over_several_devices_is_simulated_with_pools_of_them(tmp_path):
   experiment = run_experiment(check(sim_config(*one, "tp=4"), tmp_path), Progress())
   for name, run in experiment.runs.items():
     assert outcomes(run.records) == {"finished": 60, "failed": 0, "unfinished": 0}
-    pools = {e.pool for e in run.log if isinstance(e, Step)}
+    pools = {e.pool for e in each_step(run.log)}
     assert len(pools) == 2, name
   _, data = serving.report(experiment)
   assert data["label"] == "simulated llama3-70b on 8 x a100, 4 a pool"
@@ -220,7 +221,7 @@ def test_pools_of_any_shape_are_compared_on_as_many_devices(tmp_path):
   for name, run in experiment.runs.items():
     assert outcomes(run.records) == {"finished": 60, "failed": 0, "unfinished": 0}
     names = {spec.name for spec in config.pools_of(name)}
-    assert {e.pool for e in run.log if isinstance(e, Step)} == names, "a pool that never ran"
+    assert {e.pool for e in each_step(run.log)} == names, "a pool that never ran"
   copies = [e for e in experiment.runs[pools].log if isinstance(e, Copied)]
   assert {(e.source, e.target) for e in copies} == {
     ("prefill0", "decode0"),
@@ -241,12 +242,13 @@ def test_pools_of_any_shape_are_compared_on_as_many_devices(tmp_path):
   decode_s = {
     name: statistics.median(
       e.end_s - e.start_s
-      for e in experiment.runs[name].log
-      if isinstance(e, Step) and e.kind == "decode"
+      for e in each_step(experiment.runs[name].log)
+      if e.kind == "decode"
     )
     for name in ("disaggregated", pools)
   }
-  assert decode_s[pools] < decode_s["disaggregated"] / 1.5
+  # Half of the weights on each device, but all of the host and two all-reduces a layer.
+  assert decode_s["disaggregated"] / 2 < decode_s[pools] < decode_s["disaggregated"] / 1.3
   assert (
     world.alone
     == run_experiment(
@@ -280,24 +282,22 @@ def step_times_s(experiment: Experiment, pools: str, name: str) -> list[float]:
 
 
 def test_each_pool_has_the_hardware_that_it_names(tmp_path):
-  pools = "prefill@h100,prefill,decode@h200"
+  pools = "prefill@h100,prefill,decode@b200"
   config = pools_config(pools)
   experiment = run_experiment(check(config, tmp_path), Progress())
   run, world = experiment.runs[pools], experiment.world
   assert outcomes(run.records) == {"finished": 60, "failed": 0, "unfinished": 0}
   by_name = {spec.name: spec.group for spec in config.pools_of(pools)}
   counts = count_slices(prefill_starts=(0,), prefill_tokens=(448,), num_emitted=1)
-  for name, hardware in (("prefill0", "h100"), ("prefill1", "a100"), ("decode0", "h200")):
+  for name, hardware in (("prefill0", "h100"), ("prefill1", "a100"), ("decode0", "b200")):
     latency = Roofline(model=world.model, device=HARDWARE[hardware])
     assert world.step_time(by_name[name])(counts) == latency.terms_of(counts).total_s
     fits = num_pages(model=world.model, device=HARDWARE[hardware], page_size=16)
     assert world.pages_of(by_name[name]).num_pages == fits
   fast_s, slow_s = (statistics.median(step_times_s(experiment, pools, f"prefill{i}")) for i in "01")
-  assert 2 * fast_s < slow_s
-  assert world.label == (
-    "simulated llama3-8b on 1 x h100 (uncalibrated) and 1 x a100 and 1 x h200 (uncalibrated)"
-  )
-  assert "those of h100 and h200 from data-sheet peaks" in world.caveats[0]
+  assert 1.5 * fast_s < slow_s
+  assert world.label == ("simulated llama3-8b on 1 x h100 and 1 x a100 and 1 x b200 (uncalibrated)")
+  assert "those of b200 from data-sheet peaks" in world.caveats[0]
   # Targets are of the pools that run such steps.
   assert world.alone.prefill_s(448) == world.step_time(by_name["prefill0"])(
     count_plan(probe_plan(world.pages, prefills=(448,)))
@@ -315,7 +315,7 @@ def test_pools_on_other_hardware_are_not_compared_as_equals(tmp_path):
     return world.label, [text for text in world.caveats if "not equal devices" in text]
 
   label, (caveat,) = caveats("prefill@h100,decode")
-  assert label.endswith("on 2 x a100, or 1 x h100 (uncalibrated) and 1 x a100")
+  assert label.endswith("on 2 x a100, or 1 x h100 and 1 x a100")
   assert "runs on a100 and h100, the other strategies on as many devices of a100" in caveat
   assert caveats("prefill,decode") == ("simulated llama3-8b on 2 x a100", [])
   assert caveats("prefill@a100,decode@a100") == ("simulated llama3-8b on 2 x a100", [])
@@ -359,7 +359,7 @@ def test_a_long_prompt_takes_its_chunks_through_the_stages(tmp_path):
     workload = dataclasses.replace(config.workload, lengths=lengths)
     config = dataclasses.replace(config, workload=workload)
     run = run_experiment(check(config, tmp_path), Progress()).runs[pools]
-    chunks = [e.prefill_tokens for e in run.log if isinstance(e, Step) and e.pool == "prefill0"]
+    chunks = [e.prefill_tokens for e in each_step(run.log) if e.pool == "prefill0"]
     assert chunks == [(512,)] * num_chunks
     ttft_s[pp] = run.records[0].ttft_s
   for pp in (2, 4):
@@ -430,7 +430,7 @@ class ImpatientClock(VirtualClock):
 class InterruptedWorld(SimWorld):
   """Interrupts the run number `run` at its wait number `num_waits`."""
 
-  run, num_waits = 1, 200
+  run, num_waits = 1, 60
 
   def clock(self):
     self.run -= 1
@@ -737,7 +737,7 @@ def test_pools_of_any_shape_serve_on_the_engine(tmp_path, program, argv, names):
   assert data["strategies"][pools]["handoff_bytes"] > 0
   assert data["config"]["num_devices"] == 4
   log = read_events(tmp_path / "out" / "events.jsonl")[pools]
-  assert {e.pool for e in log if isinstance(e, Step)} == {"prefill0", "decode0", "decode1"}
+  assert {e.pool for e in each_step(log)} == {"prefill0", "decode0", "decode1"}
   assert list(data["simulated"]["strategies"]) == [*names, pools]
   assert "simulated llama3-8b on 4 x a100" in done.stdout
 

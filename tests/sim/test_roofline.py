@@ -165,7 +165,7 @@ def test_a_model_too_large_for_one_device_fits_on_four():
   model = MODELS["llama3-70b"]
   pages = num_pages(model=model, device=A100, page_size=16, tp=4)
   used = model.num_params * 2 + pages * 16 * model.kv_bytes_per_token()
-  assert used <= 4 * 0.9 * 80e9 < used + 5 * 16 * model.kv_bytes_per_token()
+  assert used <= 4 * 0.9 * A100.memory_bytes < used + 5 * 16 * model.kv_bytes_per_token()
   with pytest.raises(ValueError, match=r"llama3-70b does not fit on one of 2 x tpu-v5e"):
     num_pages(model=model, device=HARDWARE["tpu-v5e"], page_size=16, tp=2)
 
@@ -415,6 +415,9 @@ def test_pages_fill_what_the_weights_leave():
   assert pages - fewer == 10
   half = num_pages(model=model, device=device, page_size=32)
   assert pages // 2 == half
+  beside = num_pages(model=model, device=device, page_size=16, step_tokens=100)
+  step_bytes = 100 * (2 * model.d_ff + 5 * model.d_model) * 2
+  assert (pages - beside - 1) * page_bytes < step_bytes < (pages - beside + 1) * page_bytes
 
 
 def test_a_model_that_does_not_fit_is_refused_with_its_sizes():

@@ -215,7 +215,7 @@ def test_steps_beyond_what_was_measured_are_named():
 @given(num=st.integers(1, 99), keys=st.integers(1, 5000), steps=st.integers(1, 300))
 @settings(max_examples=30)
 def test_steps_in_a_row_are_single_steps(num, keys, steps):
-  model = silicon(host_s=1e-3)
+  model = silicon(host_s=1e-3, host_row_s=1e-5)
   first = decodes(num, keys)
   one_by_one = LatencyModel.decode_steps_s(model, first, steps)
   assert model.decode_steps_s(first, steps) == pytest.approx(one_by_one, rel=1e-9)
