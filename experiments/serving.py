@@ -22,7 +22,7 @@ from experiments.worlds import World, make_world, typical_pools
 from pdjax.analysis.capacity import capacity_rps, derive_slo
 from pdjax.analysis.verdict import StrategyRun, analyse, interference_line, verdict
 from pdjax.config import ExperimentConfig, parse_role_change
-from pdjax.core.events import EventLog, PoolChanged, Step, write_events
+from pdjax.core.events import EventLog, PoolChanged, each_step, write_events
 from pdjax.core.names import pick
 from pdjax.core.plain import to_plain
 from pdjax.core.request import Request, SamplingParams
@@ -84,7 +84,9 @@ def check(config: ExperimentConfig, out: pathlib.Path) -> Checked:
   workload = config.workload
   # Also where the backend does not ask for them: a name that is wrong should not pass unseen.
   pick(HARDWARE, config.hardware, "hardware")
-  link(config.link)
+  for name in (config.link, config.tp_link, config.pp_link):
+    if name is not None:
+      link(name)
   traffic = read_traffic(workload)
   longest, trace = traffic.longest, traffic.trace
   prompts, outputs = zip(*traffic.sample(workload.seed))
@@ -131,10 +133,26 @@ def _check_role_change(text: str, cluster: Cluster) -> None:
 
 
 def run_experiment(checked: Checked, progress: Progress) -> Experiment:
-  """Measures the world's steps, derives rate and SLOs, and serves under every strategy in turn.
+  """Sets an experiment up and serves it under every strategy in turn.
 
   Ctrl-C once the first strategy serves ends the experiment with what there is.
   """
+  experiment = set_up(checked, progress)
+  for strategy in experiment.config.strategy_names:
+    log = EventLog()
+    try:
+      serve_strategy(experiment, strategy, log, progress)
+    except KeyboardInterrupt:
+      experiment.was_interrupted = True
+    experiment.runs[strategy] = analyse(strategy, log, experiment.slo)
+    if experiment.was_interrupted:
+      progress.done("interrupted: reporting what was measured so far")
+      break
+  return experiment
+
+
+def set_up(checked: Checked, progress: Progress) -> Experiment:
+  """Measures the world's steps, derives rate and SLOs, and draws the requests; serves nothing."""
   config, world, traffic = checked.config, checked.world, checked.traffic
   world.prepare(progress.update)
   workload, pages = config.workload, world.pages
@@ -192,16 +210,6 @@ def run_experiment(checked: Checked, progress: Progress) -> Experiment:
        if rate_rps else "arrivals of the trace, ")
     + f"SLOs TTFT {slo.ttft_s:.3g} s and TPOT {slo.tpot_s:.3g} s"
   )  # fmt: skip
-  for strategy in config.strategy_names:
-    log = EventLog()
-    try:
-      _serve(experiment, strategy, log, progress)
-    except KeyboardInterrupt:
-      experiment.was_interrupted = True
-    experiment.runs[strategy] = analyse(strategy, log, slo)
-    if experiment.was_interrupted:
-      progress.done("interrupted: reporting what was measured so far")
-      break
   return experiment
 
 
@@ -217,7 +225,10 @@ def _num_pools(config: ExperimentConfig) -> dict[str, int]:
   }
 
 
-def _serve(experiment: Experiment, strategy: str, log: EventLog, progress: Progress) -> None:
+def serve_strategy(
+  experiment: Experiment, strategy: str, log: EventLog, progress: Progress
+) -> None:
+  """Serves the requests of an experiment once; what happens is appended to `log`."""
   world, config = experiment.world, experiment.config
   specs = config.pools_of(strategy)
   cluster = make_cluster(
@@ -243,7 +254,7 @@ def _serve(experiment: Experiment, strategy: str, log: EventLog, progress: Progr
     planner=planner_of(config.scheduler),
   ):
     num_ended += len(turn.ended) + len(turn.failed)
-    num_tokens += len(turn.tokens)
+    num_tokens += turn.num_tokens
     now_s = turn.now_s
     progress.update(_line(strategy, num_ended, len(experiment.requests), num_tokens, now_s))
   progress.done(_line(strategy, num_ended, len(experiment.requests), num_tokens, now_s))
@@ -530,7 +541,7 @@ def write_summary(out: pathlib.Path, data: Mapping[str, Any]) -> None:
 
 def _window_s(runs: Mapping[str, StrategyRun]) -> tuple[float, float] | None:
   """The part of long runs that a picture can show: around the longest gap of all; None: all."""
-  num_steps = max(sum(isinstance(e, Step) for e in run.log) for run in runs.values())
+  num_steps = max(sum(1 for _ in each_step(run.log)) for run in runs.values())
   gaps = [(run.same_pool.gap_s, run) for run in runs.values() if run.same_pool is not None]
   if num_steps <= MOST_STEPS_SHOWN or not gaps:
     return None

@@ -42,7 +42,7 @@ from pdjax.scheduling.pages import PageConfig
 from pdjax.scheduling.scheduler import StepTime
 from pdjax.serving.executor import Executor, PageShape, PoolLost
 from pdjax.serving.step_time import FittedStepTime
-from pdjax.sim.hardware import Device
+from pdjax.sim.hardware import Device, Link
 from pdjax.sim.roofline import Roofline, num_pages
 from pdjax.sim.sim_executor import SimExecutor
 from pdjax.sources import WHEEL_FILES, resolve
@@ -52,6 +52,7 @@ if TYPE_CHECKING:  # it imports jax
   from pdjax.models.checkpoints.checkpoint import Checkpoint
 
 ENGINE_MODELS = ("tiny", *WHEEL_FILES)
+INSTANT = "instant"  # in simulation, hardware of pools whose work takes no time: see `_instant`
 
 
 class World(Protocol):
@@ -142,7 +143,11 @@ class SimWorld:
     self._link = link(config.link)
     specs = pools_of(config)
     check_split(specs, self.model, config.hand_off.layer_groups)
-    self._latency = {spec.group: self._make_latency(spec.group) for spec in specs}
+    tp_link, pp_link = (link(name or config.link) for name in (config.tp_link, config.pp_link))
+    self._latency = {spec.group: self._make_latency(spec.group, tp_link) for spec in specs}
+    self._hand_over_s = {
+      spec.group: self._make_latency(spec.group, pp_link).hand_over_s for spec in specs
+    }
     self._pages = {spec.group: self._make_pages(spec.group) for spec in specs}
     self.pages = self._pages[_able(config, "decode")[0].group]
     labels = _all_hardware(config, lambda name: self._device(name).label)
@@ -150,11 +155,13 @@ class SimWorld:
     self.caveats = [self._caveat(), *_unequal(config), *_beyond_training(self.model, longest)]
 
   def _device(self, name: str | None) -> Device:
+    if name == INSTANT:
+      return _instant(self._device(None))
     return pick(HARDWARE, name or self._config.hardware, "hardware")
 
-  def _make_latency(self, group: DeviceGroup) -> Roofline:
+  def _make_latency(self, group: DeviceGroup, link: Link) -> Roofline:
     device = self._device(group.hardware)
-    return Roofline(model=self.model, device=device, tp=group.tp, link=self._link)
+    return Roofline(model=self.model, device=device, tp=group.tp, link=link)
 
   def _caveat(self) -> str:
     caveat = "step times are a latency model's, not measured"
@@ -202,8 +209,15 @@ class SimWorld:
     def together_s(plan: StepPlan) -> float:
       return statistics.harmonic_mean(self._every_s(spec, plan) for spec in able[plan.kind])
 
-    self.alone = measure(self.pages, alone_s, **where)
-    self.together = measure(self.pages, together_s, **where)
+    # What a step takes does not depend on pages, and tables of one a row are quickly made.
+    rows = dataclasses.replace(
+      self.pages,
+      page_size=self.pages.capacity_tokens,
+      pages_per_row=1,
+      num_pages=self.pages.num_rows,
+    )
+    self.alone = measure(rows, alone_s, **where)
+    self.together = measure(rows, together_s, **where)
 
   def _every_s(self, spec: PoolSpec, plan: StepPlan) -> float:
     """How long after one such step a busy pool can begin the next.
@@ -225,6 +239,7 @@ class SimWorld:
     latency, model = self._latency[group], self.model
     return SimExecutor(
       step_s=latency.step_s,
+      steps_s=latency.steps_s,
       link=self._link,
       bytes_per_token=model.kv_bytes_per_token(self.bytes_per_value),
       # Each device of a stage sends its kv heads to its counterpart in the other pool, all at once.
@@ -238,7 +253,7 @@ class SimWorld:
       ),
       layer_groups=self._layer_groups(group),
       num_stages=group.pp,
-      hand_over_s=latency.hand_over_s,
+      hand_over_s=self._hand_over_s[group],
     )
 
   def _layer_groups(self, group: DeviceGroup) -> tuple[tuple[int, int], ...]:
@@ -260,7 +275,7 @@ class SimWorld:
     def predict_step_s(counts: StepCounts) -> float:
       step_s = latency.terms_of(counts).total_s
       if group.pp > 1:
-        step_s += (group.pp - 1) * latency.hand_over_s(counts.num_tokens)
+        step_s += (group.pp - 1) * self._hand_over_s[group](counts.num_tokens)
       return step_s
 
     return predict_step_s
@@ -530,6 +545,18 @@ class HostsWorld(ProcessWorld):
   def _is_shared(self) -> bool:
     hosts = [host for parts in self._parts.values() for host, _ in parts]
     return len(set(hosts)) < len(hosts)
+
+
+def _instant(device: Device) -> Device:
+  """A device of no step time and much memory: beside it the other half of serving is alone."""
+  return dataclasses.replace(
+    device,
+    name=INSTANT,
+    peak_flops_per_s=1e6 * device.peak_flops_per_s,
+    peak_bytes_per_s=1e6 * device.peak_bytes_per_s,
+    memory_bytes=16 * device.memory_bytes,
+    fit=None,
+  )
 
 
 def _of_its_platform(group: DeviceGroup, groups: Iterable[DeviceGroup]) -> DeviceGroup:

@@ -234,7 +234,7 @@ def check_platforms(specs: Iterable[PoolSpec]) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExperimentConfig:
-  """One experiment. `model`, `hardware` and `link` are names that the program looks up.
+  """One experiment. `model`, `hardware` and the links are names that the program looks up.
 
   `num_devices` counts all devices; each pool of the `strategies` has `tp` of them, over which the
   model is split (tensor parallelism). `pools` is one more strategy, with pools that say themselves
@@ -244,11 +244,16 @@ class ExperimentConfig:
   for a pass over them. `processes` serves each pool in a process of its own; `pin` gives each an
   equal share of the cores. `hosts` is the start-up file of machines that serve the pools instead of
   this one (`pdjax/remote/hosts.py`).
+
+  In simulation `link` joins pools, `tp_link` the devices of a stage and `pp_link` the stages of a
+  pool; None is as `link`.
   """
 
   model: str = "smollm2-135m"
   hardware: str = "cpu"
   link: str = "nvlink"
+  tp_link: str | None = None
+  pp_link: str | None = None
   backend: str = "jax"
   num_devices: int = 2
   tp: int = 1

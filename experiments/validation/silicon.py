@@ -67,7 +67,7 @@ DENSE = {  # models of the rows: what the package has of the same shape
 POLICIES = {"sglang": "fcfs", "trtllm": "hybrid_only", "vllm": "fcfs"}
 BYTES_PER_WEIGHT = {"bfloat16": 2, "fp8": 1, "fp8_block": 1, "nvfp4": 9 / 16}
 PAGE_SIZE = 32
-TURNAROUND_S = 1e-3  # from a user's last token to the next request: it misses the step then begun
+TURNAROUND_S = 10e-3  # from a user's last token to the next request, on average
 NUM_AGGREGATED = 60
 SEED = 0
 TOKEN_BUDGET = 8192  # vLLM's max_num_batched_tokens, TensorRT-LLM's max_num_tokens, SGLang's chunk
@@ -187,7 +187,7 @@ def closed_loop(cluster: Cluster, lengths: Iterable[tuple[int, int]], users: int
     )
     for i, (prompt_tokens, output_tokens) in enumerate(lengths)
   )
-  log, inbox = EventLog(), Inbox(is_open=True)
+  log, inbox, draw = EventLog(), Inbox(is_open=True), random.Random(users)
   for _, request in zip(range(users), requests):
     inbox.submit(request)
   for turn in serve(cluster, inbox, VirtualClock(), log):
@@ -195,7 +195,8 @@ def closed_loop(cluster: Cluster, lengths: Iterable[tuple[int, int]], users: int
       if (request := next(requests, None)) is None:
         inbox.close()
       else:
-        inbox.submit(dataclasses.replace(request, arrival_s=turn.now_s + TURNAROUND_S))
+        later_s = draw.expovariate(1 / TURNAROUND_S)
+        inbox.submit(dataclasses.replace(request, arrival_s=turn.now_s + later_s))
   return log
 
 

@@ -583,7 +583,8 @@ class _Loop:
           pool.in_flight.append((plan, run, now_s))
           pool.stroke = Stroke(plan, run, pool.scheduler.num_changes)
           break
-        begun = self._groups_to_begin(pool, plan, self._open_streams(pool, plan, turn))
+        streams = self._open_streams(pool, plan, turn)
+        begun = self._groups_to_begin(pool, plan, streams) if streams else []
         exports = [(handle, _pages_of(pool, stream.seq, handle)) for stream, handle in begun]
         try:
           ticket = pool.executor.submit(plan, now_s, exports)

@@ -11,7 +11,7 @@ from pdjax.core.costs import OpRates, StepCounts, cost_rates, shard_of
 from pdjax.core.device_group import split_layers
 from pdjax.core.model_config import ModelConfig
 from pdjax.sim.hardware import Device, Fit, Link
-from pdjax.sim.latency_model import LatencyModel, StepTerms, later
+from pdjax.sim.latency_model import LatencyModel, StepTerms
 
 _IDEAL = Fit()
 
@@ -84,11 +84,9 @@ class Roofline(LatencyModel):
     if self.one_kernel and counts.num_prefill_tokens:
       return LatencyModel.decode_steps_s(self, counts, num_steps)
     # Of all terms only decode attention depends on the keys, and it is linear in them.
-    first_s = self.terms_of(counts).total_s
-    if num_steps < 2:
-      return np.full(num_steps, first_s)
-    more_s = (self.terms_of(later(counts, num_steps - 1)).total_s - first_s) / (num_steps - 1)
-    return first_s + more_s * np.arange(num_steps)
+    fit, key_s = self.device.fit or _IDEAL, self._ops.attention[3]
+    more_s = fit.decode_s(0, counts.num_decodes * key_s, 0)
+    return self.terms_of(counts).total_s + more_s * np.arange(num_steps)
 
   def _forward(self, counts: StepCounts) -> tuple[float, float, float, float, float]:
     fit, ops = self.device.fit or _IDEAL, self._ops
@@ -243,7 +241,8 @@ def num_pages(
     where = device.name if tp * pp == 1 else f"one of {tp * pp} x {device.name}"
     raise ValueError(
       f"{model.name} does not fit on {where}: weights {weight_bytes / 1e9:.1f} GB + activations "
-      f"{step_bytes / 1e9:.1f} GB + reserve {reserve_bytes / 1e9:.1f} GB + one page {page_bytes / 1e9:.3f} GB, but only "
-      f"{usable_bytes / 1e9:.1f} GB usable ({memory_share} of {device.memory_bytes / 1e9:.1f} GB)"
+      f"{step_bytes / 1e9:.1f} GB + reserve {reserve_bytes / 1e9:.1f} GB + one page "
+      f"{page_bytes / 1e9:.3f} GB, but only {usable_bytes / 1e9:.1f} GB usable ({memory_share} of "
+      f"{device.memory_bytes / 1e9:.1f} GB)"
     )
   return pages

@@ -66,6 +66,10 @@ def test_decode_takes_longer_with_more_rows_or_longer_contexts(roofline, positio
 @rooflines
 @given(sizes=st.lists(st.integers(1, 1024), min_size=2, max_size=6))
 def test_a_prompt_in_chunks_takes_at_least_as_long_as_whole(roofline, sizes):
+  # But for clocks that fall in long launches, which chunks make shorter.
+  fit = dataclasses.replace(roofline.device.fit, gemm_throttle=0.0)
+  device = dataclasses.replace(roofline.device, fit=fit)
+  roofline = dataclasses.replace(roofline, device=device)
   chunked_s, start = 0.0, 0
   for size in sizes:
     emits = start + size == sum(sizes)
