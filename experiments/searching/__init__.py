@@ -1,0 +1,1 @@
+"""What `experiments.search` is made of: probes, how they are driven, and a module for each goal."""

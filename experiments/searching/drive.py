@@ -1,0 +1,192 @@
+"""Runs searches side by side: probes over a sweep, finished ones in a file, a line for each."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from experiments.program import Progress
+from experiments.searching.probe import Probe, simulate
+from experiments.sweep import Failure, Sweep
+from pdjax.analysis.rate_search import RateBound, search_rate
+from pdjax.analysis.targets import Outcome, Target
+from pdjax.core.plain import from_plain, to_plain
+
+
+class ProbeCache:
+  """The finished probes of a folder by their keys, a JSON line each. Owns the file."""
+
+  def __init__(self, path: pathlib.Path):
+    self._path = path
+    self._found: dict[str, Outcome] = {}
+    self._ends_whole = True
+    if path.is_file():
+      text = path.read_text()
+      self._ends_whole = text.endswith("\n") or not text
+      for line in text.splitlines():
+        try:
+          record = json.loads(line)
+          self._found[record["key"]] = from_plain(Outcome, record["outcome"])
+        except (ValueError, TypeError, KeyError):
+          continue  # cut off, or of another version: it is run again
+
+  def __len__(self) -> int:
+    return len(self._found)
+
+  def get(self, key: str) -> Outcome | None:
+    return self._found.get(key)
+
+  def add(self, key: str, label: str, outcome: Outcome) -> None:
+    """Remembers an outcome, also on disk: at once, as the next one may never come."""
+    self._found[key] = outcome
+    line = json.dumps({"key": key, "label": label, "outcome": to_plain(outcome)})
+    with self._path.open("a") as file:
+      file.write(("" if self._ends_whole else "\n") + line + "\n")
+    self._ends_whole = True
+
+
+class RateSearch:
+  """One search for the highest rate at which `template` meets a target. Fed by a `Driver`.
+
+  `bound` is None until it ends, and stays so where a probe failed: `failure` says why.
+  """
+
+  def __init__(
+    self,
+    name: str,
+    template: Probe,
+    target: Target,
+    *,
+    start_rps: float,
+    tolerance: float,
+    must_beat_rps: float | None = None,
+  ):
+    self.name, self.template, self.target = name, template, target
+    self.outcomes: list[Outcome] = []
+    self.bound: RateBound | None = None
+    self.failure: Failure | None = None
+    self._must_beat_rps = must_beat_rps
+    self._rates = search_rate(start_rps, tolerance=tolerance, must_beat_rps=must_beat_rps)
+    self._next_rps: float | None = next(self._rates)
+
+  @property
+  def num_devices(self) -> int:
+    """Those whose work counts."""
+    specs = self.template.config.pools_of(self.template.strategy)
+    return sum(len(spec.devices) for spec in specs if self.template.half in (None, spec.role))
+
+  @property
+  def passed_rps(self) -> float | None:
+    return None if self.bound is None else self.bound.passed_rps
+
+  @property
+  def per_device_rps(self) -> float | None:
+    return None if self.passed_rps is None else self.passed_rps / self.num_devices
+
+  @property
+  def is_beaten(self) -> bool:
+    """Whether it ended at the rate that it had to beat."""
+    return self._must_beat_rps is not None and self.bound is not None and self.passed_rps is None
+
+  @property
+  def is_over(self) -> bool:
+    return self.bound is not None or self.failure is not None
+
+  def next_probe(self) -> Probe | None:
+    """The next point to look at, or None at the end."""
+    if self.is_over:
+      return None
+    return dataclasses.replace(self.template, rate_rps=self._next_rps)
+
+  def take(self, outcome: Outcome) -> None:
+    """The outcome of the point asked for last."""
+    self.outcomes.append(outcome)
+    try:
+      self._next_rps = self._rates.send(self.target.is_met(outcome))
+    except StopIteration as stop:
+      self.bound = stop.value
+
+
+class Driver:
+  """Runs searches, and keeps all that it was given. Writes the cache."""
+
+  def __init__(
+    self,
+    sweep: Sweep,
+    cache: ProbeCache,
+    progress: Progress,
+    simulate: Callable[[Probe], Outcome] = simulate,
+  ):
+    self._sweep, self._cache, self._progress, self._simulate = sweep, cache, progress, simulate
+    self.searches: list[RateSearch] = []
+    self.num_simulated = self.num_reused = 0
+
+  def run(self, searches: Sequence[RateSearch]) -> None:
+    """Brings all these searches to their ends."""
+    self.searches += searches
+    todo: deque[_Item] = deque()
+    of_key: dict[str, list[RateSearch]] = {}  # who waits for a probe: two may ask for the same
+
+    def proceed(search: RateSearch) -> None:
+      while (probe := search.next_probe()) is not None:
+        key = probe.key()
+        outcome = self._cache.get(key)
+        if outcome is None:
+          waiting = of_key.setdefault(key, [])
+          waiting.append(search)
+          if len(waiting) == 1:
+            todo.append(_Item(key=key, probe=probe, work=self._simulate))
+          return
+        self.num_reused += 1
+        self._report(search, outcome, "known")
+        search.take(outcome)
+
+    for search in searches:
+      proceed(search)
+    for item, result in self._sweep.run(_simulate, todo):
+      waiting = of_key.pop(item.key)
+      if not isinstance(result, Failure):
+        self.num_simulated += 1
+        self._cache.add(item.key, item.probe.label, result)
+      for search in waiting:
+        if isinstance(result, Failure):
+          search.failure = result
+          self._progress.done(f"{search.name}: {item.probe.label} FAILED: {result.message}")
+          continue
+        self._report(search, result)
+        search.take(result)
+        proceed(search)
+      self._show(searches)
+
+  def _report(self, search: RateSearch, outcome: Outcome, note: str = "") -> None:
+    value = search.target.value(outcome)
+    shown = "n/a" if value is None else f"{value:.4g}"
+    verdict = "passes" if search.target.is_met(outcome) else "fails"
+    self._progress.done(
+      f"{search.name}: {outcome.rate_rps:.4g}/s, {shown} against {search.target.limit:.4g}, "
+      f"{verdict}" + (f" ({note})" if note else "")
+    )
+
+  def _show(self, searches: Sequence[RateSearch]) -> None:
+    num_over, n = sum(search.is_over for search in searches), len(searches)
+    filled = 20 * num_over // n
+    self._progress.update(
+      f"[{'#' * filled}{'.' * (20 - filled)}] {num_over} of {n} searches, "
+      f"{self.num_simulated} probes simulated, {self.num_reused} known before"
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Item:
+  """A probe on its way through a sweep."""
+
+  key: str
+  probe: Probe
+  work: Callable[[Probe], Outcome]
+
+
+def _simulate(item: _Item) -> Outcome:
+  return item.work(item.probe)

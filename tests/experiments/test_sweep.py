@@ -1,0 +1,97 @@
+"""Every item of a sweep ends with its result or with why there is none, wherever it runs."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import multiprocessing
+
+import pytest
+import sweeps
+
+from experiments.sweep import MOST_ATTEMPTS, Failure, Processes, RayCluster, Serial, make_sweep
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture(scope="module", params=[Serial, lambda: Processes(2)], ids=["serial", "processes"])
+def sweep(request):
+  with contextlib.closing(request.param()) as sweep:
+    yield sweep
+
+
+def run(sweep, work, items) -> dict:
+  return dict(sweep.run(work, collections.deque(items)))
+
+
+def test_every_item_has_its_result(sweep):
+  assert run(sweep, sweeps.square, range(7)) == {n: n * n for n in range(7)}
+  assert run(sweep, sweeps.square, []) == {}
+
+
+def test_results_may_lead_to_more_work(sweep):
+  todo, found = collections.deque([2]), []
+  for n, result in sweep.run(sweeps.square, todo):
+    found.append((n, result))
+    if result < 1000:
+      todo.append(result)
+  assert found == [(2, 4), (4, 16), (16, 256), (256, 65536)]
+
+
+def test_what_fails_is_told_and_loses_nothing_else(sweep):
+  found = run(sweep, sweeps.square_but_not_3, range(6))
+  assert "3 is not squared here" in found[3].message and "square_but_not_3" in found[3].trace
+  assert {n: r for n, r in found.items() if n != 3} == {n: n * n for n in (0, 1, 2, 4, 5)}
+
+
+def test_a_lost_process_is_replaced_and_its_item_done_again(tmp_path):
+  marker = tmp_path / "died"
+  with contextlib.closing(Processes(2)) as sweep:
+    found = run(sweep, sweeps.square_after_dying_once, [(n, str(marker)) for n in range(6)])
+  assert marker.exists()
+  assert found == {(n, str(marker)): n * n for n in range(6)}
+
+
+def test_an_item_that_kills_every_process_is_named():
+  with contextlib.closing(Processes(2)) as sweep:
+    found = run(sweep, sweeps.die_on_3, range(6))
+  assert isinstance(found[3], Failure) and f"died {MOST_ATTEMPTS} times" in found[3].message
+  assert {n: r for n, r in found.items() if n != 3} == {n: n * n for n in (0, 1, 2, 4, 5)}
+
+
+def test_a_sweep_that_is_left_early_leaves_no_process():
+  others = set(multiprocessing.active_children())
+  with contextlib.closing(make_sweep(jobs=2, ray=None)) as sweep:
+    run_of_100 = sweep.run(sweeps.square, collections.deque(range(100)))
+    next(run_of_100)
+    assert set(multiprocessing.active_children()) - others
+    run_of_100.close()
+    assert run(sweep, sweeps.square, [5]) == {5: 25}, "the next run sees what the last one left"
+  assert set(multiprocessing.active_children()) <= others
+
+
+def test_a_sweep_has_a_process():
+  with pytest.raises(ValueError, match="jobs=0"):
+    make_sweep(jobs=0, ray=None)
+
+
+def test_a_ray_cluster_repeats_what_a_lost_worker_had(tmp_path):
+  pytest.importorskip("ray", reason="needs the extra [ray]")
+  marker = tmp_path / "died"
+
+  def square(n: int) -> int:  # not of a module: the cluster has no tests
+    import os
+    import signal
+
+    if n == 3 and not marker.exists():
+      marker.touch()
+      os.kill(os.getpid(), signal.SIGKILL)
+    if n == 4:
+      raise ValueError("4 is not squared here")
+    return n * n
+
+  with contextlib.closing(RayCluster("local")) as sweep:
+    found = run(sweep, square, range(7))
+  assert marker.exists(), "no worker was lost"
+  assert "4 is not squared here" in found.pop(4).message
+  assert found == {n: n * n for n in (0, 1, 2, 3, 5, 6)}

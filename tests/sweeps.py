@@ -1,0 +1,32 @@
+"""Work for tests of sweeps: in a module, so that other processes find it."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+
+
+def square(n: int) -> int:
+  return n * n
+
+
+def square_but_not_3(n: int) -> int:
+  if n == 3:
+    raise ValueError("3 is not squared here")
+  return n * n
+
+
+def square_after_dying_once(item: tuple[int, str]) -> int:
+  """Kills its process, as a lack of memory would, unless `path` says that it did."""
+  n, path = item
+  if n == 3 and not pathlib.Path(path).exists():
+    pathlib.Path(path).touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+  return n * n
+
+
+def die_on_3(n: int) -> int:
+  if n == 3:
+    os.kill(os.getpid(), signal.SIGKILL)
+  return n * n
