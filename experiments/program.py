@@ -178,12 +178,16 @@ class Progress:
     self._next_s = 0.0
     self._width = 0  # of what stands on the line that will be rewritten
 
+  @property
+  def is_due(self) -> bool:
+    """Whether `update` would show something."""
+    return self._now_s() >= self._next_s
+
   def update(self, text: str) -> None:
     """Shows `text` if it is time to."""
-    now_s = self._now_s()
-    if now_s < self._next_s:
+    if not self.is_due:
       return
-    self._next_s = now_s + (0.2 if self._is_terminal else self.every_s)
+    self._next_s = self._now_s() + (0.2 if self._is_terminal else self.every_s)
     if self._is_terminal:  # a line that wraps could not be rewritten
       text = text[: shutil.get_terminal_size().columns - 1]
     self._write(text, end="\r" if self._is_terminal else "\n")

@@ -243,12 +243,11 @@ def serve_strategy(
   for pool, role, at_s in map(parse_role_change, config.scheduler.role_changes):
     inbox.change_role(pool, role, at_s)
   num_ended = num_tokens = 0
-  clock = world.clock()
   now_s = 0.0
   for turn in serve(
     cluster,
     inbox,
-    clock,
+    world.clock(),
     log,
     steps_in_flight=config.scheduler.steps_in_flight,
     planner=planner_of(config.scheduler),
@@ -256,7 +255,8 @@ def serve_strategy(
     num_ended += len(turn.ended) + len(turn.failed)
     num_tokens += turn.num_tokens
     now_s = turn.now_s
-    progress.update(_line(strategy, num_ended, len(experiment.requests), num_tokens, now_s))
+    if progress.is_due:
+      progress.update(_line(strategy, num_ended, len(experiment.requests), num_tokens, now_s))
   progress.done(_line(strategy, num_ended, len(experiment.requests), num_tokens, now_s))
 
 

@@ -118,6 +118,8 @@ def measure(config: ExperimentConfig, show: Callable[[str], None]) -> tuple[list
 class _Shown(Progress):
   """Progress that goes where the suite's does."""
 
+  is_due = True
+
   def __init__(self, show: Callable[[str], None]):
     self._show = show
 

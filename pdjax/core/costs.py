@@ -78,7 +78,7 @@ def count_slices(
   """Counts from the columns of a plan or of a `Step` event."""
   num_tokens = sum(prefill_tokens)
   num_before = sum(map(mul, prefill_starts, prefill_tokens))
-  num_within = sum(n * (n + 1) // 2 for n in prefill_tokens)
+  num_within = sum([n * (n + 1) // 2 for n in prefill_tokens])
   num_decodes = len(decode_positions)
   return StepCounts(
     num_prefill_tokens=num_tokens,
@@ -92,11 +92,19 @@ def count_slices(
 
 
 def count_plan(plan: StepPlan) -> StepCounts:
+  prefills, positions = plan.prefills, plan.decodes.positions
+  if not prefills:  # most steps of a simulation
+    num_decodes = len(positions)
+    return StepCounts(
+      num_decodes=num_decodes,
+      num_decode_keys=sum(positions) + num_decodes,
+      num_emitted=num_decodes,
+    )
   return count_slices(
-    prefill_starts=[s.start for s in plan.prefills],
-    prefill_tokens=[s.num_tokens for s in plan.prefills],
-    decode_positions=plan.decodes.positions,
-    num_emitted=sum(s.emits_token for s in plan.prefills) + len(plan.decodes),
+    prefill_starts=[s.start for s in prefills],
+    prefill_tokens=[s.num_tokens for s in prefills],
+    decode_positions=positions,
+    num_emitted=sum([s.emits_token for s in prefills]) + len(positions),
   )
 
 

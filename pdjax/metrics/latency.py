@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -304,7 +305,10 @@ def tpots_s(records: Mapping[int, RequestRecord]) -> list[float]:
 
 def itls_s(records: Mapping[int, RequestRecord]) -> np.ndarray:
   """The gaps of all requests, pooled. [gaps]"""
-  return np.concatenate([np.diff(r.token_s) for r in records.values()] or [np.empty(0)])
+  tokens_s = [r.token_s for r in records.values() if r.token_s]
+  ends = np.cumsum([len(own) for own in tokens_s], dtype=int)
+  flat_s = np.fromiter(itertools.chain.from_iterable(tokens_s), float)
+  return np.delete(np.diff(flat_s), ends[:-1] - 1)  # from one request to the next
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

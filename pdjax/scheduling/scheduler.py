@@ -456,10 +456,15 @@ class Scheduler:
 
     return bisect.bisect_left(range(1, most + 1), True, key=is_too_long)
 
-  def advance_run(self, plan: StepPlan, num_steps: int, *, num_under_way: int = 1) -> None:
-    """Applies steps of a run (`steady_steps`) that have ended; the next one is under way."""
+  def advance_run(
+    self, plan: StepPlan, num_steps: int, *, num_under_way: int = 1
+  ) -> list[Sequence]:
+    """Applies steps of a run (`steady_steps`) that have ended; the next one is under way.
+
+    Returns those that have all their tokens.
+    """
     running, tokens = self.running, (0,) * num_steps
-    num_emitted = 0
+    done = []
     for request_id in plan.decodes.request_ids:
       seq = running.get(request_id)
       if seq is None:
@@ -467,33 +472,32 @@ class Scheduler:
       seq.num_computed_tokens = num_computed = seq.num_computed_tokens + num_steps
       seq.num_scheduled_tokens = num_scheduled = num_computed + num_under_way
       seq.output_ids += tokens
-      num_emitted += num_steps
+      self.output_tokens_left -= num_steps
       if num_scheduled > seq.room_tokens:
         self.pages.grow(seq.row, num_scheduled)
         self.update_room(seq)
       if num_computed >= seq.publish_at_tokens:
         self._publish(seq)
-    self.output_tokens_left -= num_emitted
+      if num_computed >= seq.max_cached_tokens:
+        done.append(seq)
+    return done
 
-  def commit_run(self, plan: StepPlan, num_steps: int, num_done: int) -> Outcome:
+  def commit_run(
+    self, plan: StepPlan, num_steps: int, num_done: int
+  ) -> tuple[Outcome, frozenset[int]]:
     """Ends a run of `num_steps`, of which `num_done` were applied before.
 
-    The outcome has what the last step emitted.
+    The outcome has what has finished. Beside it, who left during the last step and got no token.
     """
     self._end(plan)
     self._next_step_id = plan.step_id + num_steps
-    self.advance_run(plan, num_steps - num_done, num_under_way=0)
-    outcome, running = Outcome(), self.running
-    for request_id in plan.decodes.request_ids:
-      seq = running.get(request_id)
-      if seq is None:
-        continue
-      outcome.emitted.append((seq, 0))
-      if seq.num_computed_tokens >= seq.max_cached_tokens:
-        self.drop(request_id)
-        outcome.finished.append((seq, "length"))
+    gone = frozenset(plan.decodes.request_ids) - self.running.keys()
+    outcome = Outcome()
+    for seq in self.advance_run(plan, num_steps - num_done, num_under_way=0):
+      self.drop(seq.request_id)
+      outcome.finished.append((seq, "length"))
     self._release_rows(plan)
-    return outcome
+    return outcome, gone
 
   def abort(self, plan: StepPlan, reason: str) -> Outcome:
     """Ends a step that failed as a whole: every sequence in it fails."""

@@ -166,8 +166,8 @@ class Turn:
   """What happened in one turn of the loop.
 
   `num_tokens` were computed. `tokens` has them, but for those of a simulator's run of steps, which
-  are only counted. `sequences` has those that got one, by request id: their output so far, and of
-  those that ended the output that is kept.
+  are only counted. `sequences` has those that got one, of a run those that ended with it, by request
+  id: their output so far, and of those that ended the output that is kept.
   """
 
   now_s: float
@@ -660,27 +660,27 @@ class _Loop:
     plan, run, submit_s = pool.in_flight.popleft()
     num_done, pool.stroke = pool.stroke.num_done, None
     start_s, ends_s = max(submit_s, pool.last_end_s), run.ends_s.tolist()
-    outcome = pool.scheduler.commit_run(plan, len(ends_s), num_done)
+    outcome, gone = pool.scheduler.commit_run(plan, len(ends_s), num_done)
     pool.last_end_s = ends_s[-1]
-    ids, positions = plan.decodes.request_ids, plan.decodes.positions
+    ids = plan.decodes.request_ids
     run_event = DecodeRun(
       pool=pool.name,
       step_id=plan.step_id,
       start_s=start_s,
       ends_s=tuple(ends_s),
       decode_ids=ids,
-      decode_positions=positions,
+      decode_positions=plan.decodes.positions,
     )
-    if len(outcome.emitted) == len(ids):
+    if not gone:
       self.log.append(run_event)
-    else:  # somebody left during the last step, and did not get its token
+    else:
       *before, last = run_event.steps()
-      emitted = tuple(seq.request_id for seq, _ in outcome.emitted)
+      emitted = tuple(i for i in ids if i not in gone)
       for step in before:
         self.log.append(step)
       self.log.append(dataclasses.replace(last, emitted_ids=emitted, token_ids=(0,) * len(emitted)))
-    turn.num_tokens += len(ids) * (len(ends_s) - 1) + len(outcome.emitted)
-    turn.sequences |= {seq.request_id: seq for seq, _ in outcome.emitted}
+    turn.num_tokens += len(ids) * len(ends_s) - len(gone)
+    turn.sequences |= {seq.request_id: seq for seq, _ in outcome.finished}
     self._finish_all(pool, outcome, turn)
 
   def _finish_all(self, pool: Pool, outcome: Outcome, turn: Turn) -> None:

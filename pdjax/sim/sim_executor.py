@@ -118,10 +118,11 @@ class SimExecutor:
       num_emitted += s.emits_token
     result = StepResult(token_ids=(0,) * num_emitted)
     ends_s = self._group_ends_s(plan, now_s)
-    self._computed_s = {
-      _key(handle): max(end_s for end_s, own in zip(ends_s, self._holds(handle)) if own)
-      for handle, _ in exports
-    }
+    if exports or self._computed_s:
+      self._computed_s = {
+        _key(handle): max(end_s for end_s, own in zip(ends_s, self._holds(handle)) if own)
+        for handle, _ in exports
+      }
     return SimTicket(finish_s=ends_s[-1], value=result)
 
   def submit_run(self, plan: StepPlan, now_s: float, num_steps: int) -> SimRun:

@@ -31,7 +31,16 @@ from pdjax.config import (
 from pdjax.core.clock import VirtualClock
 from pdjax.core.costs import count_plan, count_slices
 from pdjax.core.device_group import DeviceGroup
-from pdjax.core.events import Arrived, Copied, EventLog, Failed, Finished, Step, each_step, read_events
+from pdjax.core.events import (
+  Arrived,
+  Copied,
+  EventLog,
+  Failed,
+  Finished,
+  Step,
+  each_step,
+  read_events,
+)
 from pdjax.core.request import Request, SamplingParams
 from pdjax.metrics.goodput import Slo, attainment, summary
 from pdjax.metrics.latency import outcomes, phases, request_records
@@ -241,9 +250,7 @@ def test_pools_of_any_shape_are_compared_on_as_many_devices(tmp_path):
   assert min(waits_s) == pytest.approx(0, abs=1e-8)
   decode_s = {
     name: statistics.median(
-      e.end_s - e.start_s
-      for e in each_step(experiment.runs[name].log)
-      if e.kind == "decode"
+      e.end_s - e.start_s for e in each_step(experiment.runs[name].log) if e.kind == "decode"
     )
     for name in ("disaggregated", pools)
   }
