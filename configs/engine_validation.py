@@ -2,10 +2,10 @@
 
     python -m experiments.compare --config=configs/engine_validation.py
 
-A process pinned to a core for each pool, so that pools share no cores, as in the simulator; steps of
-tens of milliseconds, so that this program's own process, which schedules on the same cores, takes a
-small share of them (with the tiny model, whose steps take 2 ms, it takes a third). Takes 3 minutes;
-`validate` serves it at four rates, three times.
+A process pinned to a core for each pool, so that pools share no cores, as in the simulator; steps
+of tens of milliseconds, so that this program's own process, which schedules on the same cores,
+takes a small share of them (with the tiny model, whose steps take 2 ms, it takes a third). Takes 3
+minutes; `validate` serves it at four rates, three times.
 """
 
 from pdjax.config import CacheConfig, ExperimentConfig, SchedulerOptions, WorkloadConfig

@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from configs.hardware import HARDWARE, LINKS
+from configs.latency import LATENCY
 from configs.models import MODELS
+from configs.slos import SLOS
 from configs.workloads import WORKLOADS
-from pdjax.config import STRATEGIES
+from pdjax.config import STRATEGIES, SloConfig
 from pdjax.core.model_config import ModelConfig
 from pdjax.scheduling.policies import POLICIES, PolicySpec
 from pdjax.scheduling.routing import ROUTERS
@@ -31,6 +33,8 @@ def catalogue() -> str:
     "models (--model)": MODELS,
     "hardware (--hardware)": HARDWARE,
     "links (--set link=)": LINKS,
+    "latency models (--set latency=)": LATENCY,
+    "targets (search --slo=)": SLOS,
   }
   return "\n\n".join(_section(title, table) for title, table in tables.items())
 
@@ -61,7 +65,11 @@ def _line(entry: Any) -> str:
       options = f" (options: {', '.join(entry.options)})" if entry.options else ""
       return first_sentence(entry.policy) + options
     case functools.partial():
-      return f"{first_sentence(entry.func)}: {', '.join(map(str, entry.args))}"
+      given = [*map(str, entry.args), *(f"{k}={v}" for k, v in entry.keywords.items())]
+      return f"{first_sentence(entry.func)}: {', '.join(given)}"
+    case SloConfig():
+      given = {"TTFT": entry.ttft_s, "TPOT": entry.tpot_s}
+      return ", ".join(f"{name} {time_s:g} s" for name, time_s in given.items() if time_s)
     case Synthetic():
       medians = [_median(p) for p in (entry.lengths.prompt_tokens, entry.lengths.output_tokens)]
       return (

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from configs.hardware import HARDWARE, link
+from configs.latency import LATENCY
 from experiments.program import Progress, whole_file
 from experiments.traffic import Traffic, read_traffic
 from experiments.worlds import World, make_world, typical_pools
@@ -84,6 +85,7 @@ def check(config: ExperimentConfig, out: pathlib.Path) -> Checked:
   workload = config.workload
   # Also where the backend does not ask for them: a name that is wrong should not pass unseen.
   pick(HARDWARE, config.hardware, "hardware")
+  pick(LATENCY, config.latency, "latency model")
   for name in (config.link, config.tp_link, config.pp_link):
     if name is not None:
       link(name)
@@ -413,9 +415,8 @@ def report(experiment: Experiment) -> tuple[str, dict[str, Any]]:
   decode_step_s = world.alone.decode_s(world.pages.num_rows)
   achieved = achieved_rate_rps(next(iter(runs.values())).log)
   asked = "the trace" if experiment.rate_rps is None else f"{experiment.rate_rps:.3g}/s"
-  words = verdict(
-    runs, slo, decode_step_s, list(world.caveats), num_requests=len(experiment.requests)
-  )
+  caveats = [*world.caveats, *world.extrapolated({name: run.log for name, run in runs.items()})]
+  words = verdict(runs, slo, decode_step_s, caveats, num_requests=len(experiment.requests))
   label = experiment.workload_label
   text = "\n".join(
     [

@@ -17,12 +17,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from configs.hardware import HARDWARE, link
+from configs.latency import LATENCY
 from configs.models import MODELS
 from pdjax.analysis.capacity import StepTimes, measure, probe_points
 from pdjax.config import ExperimentConfig, PoolSpec, check_platforms
 from pdjax.core.clock import Clock, VirtualClock, WallClock
-from pdjax.core.costs import StepCounts, count_plan
+from pdjax.core.costs import StepCounts, count_plan, count_slices
 from pdjax.core.device_group import DeviceGroup, split_layers
+from pdjax.core.events import DecodeRun, Event, Step
 from pdjax.core.model_config import ModelConfig
 from pdjax.core.names import pick
 from pdjax.core.plan import StepPlan
@@ -43,7 +45,8 @@ from pdjax.scheduling.scheduler import StepTime
 from pdjax.serving.executor import Executor, PageShape, PoolLost
 from pdjax.serving.step_time import FittedStepTime
 from pdjax.sim.hardware import Device, Link
-from pdjax.sim.roofline import Roofline, num_pages
+from pdjax.sim.latency_model import LatencyModel, has_range, later
+from pdjax.sim.roofline import num_pages
 from pdjax.sim.sim_executor import SimExecutor
 from pdjax.sources import WHEEL_FILES, resolve
 from pdjax.workloads.traces import Blocks
@@ -96,6 +99,10 @@ class World(Protocol):
 
   def top2_margin(self, token_ids: Sequence[int]) -> float | None: ...
 
+  def extrapolated(self, runs: Mapping[str, Iterable[Event]]) -> list[str]:
+    """The caveat about steps of these runs whose times nobody measured the like of, if any."""
+    ...
+
   def close(self) -> None:
     """Ends what was started to serve."""
     ...
@@ -134,7 +141,6 @@ def _all_hardware(
 class SimWorld:
   """Devices as a latency model sees them, in virtual time. Imports no jax."""
 
-  bytes_per_value = 2
   processes = None
 
   def __init__(self, config: ExperimentConfig, longest: tuple[int, int], context: int):
@@ -144,14 +150,17 @@ class SimWorld:
     specs = pools_of(config)
     check_split(specs, self.model, config.hand_off.layer_groups)
     tp_link, pp_link = (link(name or config.link) for name in (config.tp_link, config.pp_link))
-    self._latency = {spec.group: self._make_latency(spec.group, tp_link) for spec in specs}
-    self._hand_over_s = {
-      spec.group: self._make_latency(spec.group, pp_link).hand_over_s for spec in specs
-    }
+    groups = dict.fromkeys(spec.group for spec in specs)
+    widths = {group: self._device(group.hardware).bytes_per_value for group in groups}
+    self.bytes_per_value = max(widths.values())  # pages are exchanged, so pools have one type
+    self._latency = {group: self._make_latency(group, tp_link) for group in groups}
+    self._hand_over_s = {group: self._make_latency(group, pp_link).hand_over_s for group in groups}
     self._pages = {spec.group: self._make_pages(spec.group) for spec in specs}
     self.pages = self._pages[_able(config, "decode")[0].group]
     labels = _all_hardware(config, lambda name: self._device(name).label)
     self.label = f"simulated {self.model.name} on {labels}{_each(config)}"
+    if config.latency != "roofline":
+      self.label += f", step times by {config.latency}"
     self.caveats = [self._caveat(), *_unequal(config), *_beyond_training(self.model, longest)]
 
   def _device(self, name: str | None) -> Device:
@@ -159,34 +168,45 @@ class SimWorld:
       return _instant(self._device(None))
     return pick(HARDWARE, name or self._config.hardware, "hardware")
 
-  def _make_latency(self, group: DeviceGroup, link: Link) -> Roofline:
-    device = self._device(group.hardware)
-    return Roofline(model=self.model, device=device, tp=group.tp, link=link)
+  def _make_latency(self, group: DeviceGroup, link: Link) -> LatencyModel:
+    name = "roofline" if group.hardware == INSTANT else self._config.latency
+    make = pick(LATENCY, name, "latency model")
+    return make(self.model, self._device(group.hardware), group.tp, group.pp, link)
 
   def _caveat(self) -> str:
-    caveat = "step times are a latency model's, not measured"
-    devices = {latency.device.name: latency.device for latency in self._latency.values()}
-    ideal = [name for name, device in devices.items() if not device.is_calibrated]
-    if ideal:
-      of = f"those of {' and '.join(ideal)} " if len(ideal) < len(devices) else ""
-      caveat += f", and {of}from data-sheet peaks: too fast by a third or more"
-    splits = [
-      f"{name}={n}"
-      for name in ("tp", "pp")
-      for n in sorted({getattr(group, name) for group in self._latency})
-      if n > 1
-    ]
-    if splits:
-      caveat += (
-        f"; what {' and '.join(splits)} costs is uncalibrated: a share of each operator and a "
-        f"link's data sheet"
-      )
-    return caveat
+    found = [caveat for latency in self._latency.values() for caveat in latency.caveats]
+    if any(group.pp > 1 for group in self._latency):
+      found.append("pipeline stages take their share of the layers, and hand over as the link says")
+    return "; ".join(["step times are a latency model's, not measured", *dict.fromkeys(found)])
+
+  def extrapolated(self, runs: Mapping[str, Iterable[Event]]) -> list[str]:
+    num_steps, beyond = 0, collections.Counter()
+    for strategy, log in runs.items():
+      models = {spec.name: self._latency[spec.group] for spec in self._config.pools_of(strategy)}
+      models = {name: own for name, own in models.items() if has_range(own)}
+      for event in log:
+        if isinstance(event, Step | DecodeRun) and event.pool in models:
+          num_steps += 1
+          beyond[models[event.pool].beyond(_last_counts(event))] += 1
+    del beyond[()]
+    if not beyond:
+      return []
+    (example, *_), _ = beyond.most_common(1)[0]
+    share = beyond.total() / num_steps
+    return [f"{share:.0%} of steps lie beyond what was measured ({example}, for one): extrapolated"]
 
   def _make_pages(self, group: DeviceGroup) -> PageConfig:
-    cache, device = self._config.cache, self._latency[group].device
+    cache, device = self._config.cache, self._device(group.hardware)
     fits = num_pages(
-      model=self.model, device=device, page_size=cache.page_size, tp=group.tp, pp=group.pp
+      model=self.model,
+      device=device,
+      page_size=cache.page_size,
+      tp=group.tp,
+      pp=group.pp,
+      step_tokens=largest_step(self._config, self._longest[0]),
+      bytes_per_weight=device.bytes_per_value,
+      bytes_per_kv=self.bytes_per_value,
+      bytes_per_activation=device.bytes_per_value,
     )
     pages = _make_pages(self._config, self._longest, None if cache.layout == "slots" else fits)
     if pages.num_pages > fits:
@@ -416,6 +436,9 @@ class JaxWorld:
   def top2_margin(self, token_ids: Sequence[int]) -> float:
     return next(iter(self._executors.values())).top2_margin(token_ids)
 
+  def extrapolated(self, runs: Mapping[str, Iterable[Event]]) -> list[str]:
+    return []
+
   def close(self) -> None:
     pass
 
@@ -545,6 +568,26 @@ class HostsWorld(ProcessWorld):
   def _is_shared(self) -> bool:
     hosts = [host for parts in self._parts.values() for host, _ in parts]
     return len(set(hosts)) < len(hosts)
+
+
+def largest_step(config: ExperimentConfig, longest_prompt: int) -> int:
+  """Tokens of a step for which the memory of a pool must have room: in chunks, or whole prompts."""
+  scheduler = config.scheduler
+  return max(scheduler.token_budget, scheduler.prefill_budget or longest_prompt)
+
+
+def _last_counts(event: Step | DecodeRun) -> StepCounts:
+  """Of a step, or of the last one of a run."""
+  if isinstance(event, Step):
+    return count_slices(
+      prefill_starts=event.prefill_starts,
+      prefill_tokens=event.prefill_tokens,
+      decode_positions=event.decode_positions,
+      num_emitted=len(event.emitted_ids),
+    )
+  num_decodes = len(event.decode_ids)
+  counts = count_slices(decode_positions=event.decode_positions, num_emitted=num_decodes)
+  return later(counts, len(event.ends_s) - 1)
 
 
 def _instant(device: Device) -> Device:

@@ -245,12 +245,13 @@ class ExperimentConfig:
   equal share of the cores. `hosts` is the start-up file of machines that serve the pools instead of
   this one (`pdjax/remote/hosts.py`).
 
-  In simulation `link` joins pools, `tp_link` the devices of a stage and `pp_link` the stages of a
-  pool; None is as `link`.
+  In simulation `latency` says how long steps take (`configs/latency.py`), `link` joins pools,
+  `tp_link` the devices of a stage and `pp_link` the stages of a pool; None is as `link`.
   """
 
   model: str = "smollm2-135m"
   hardware: str = "cpu"
+  latency: str = "roofline"
   link: str = "nvlink"
   tp_link: str | None = None
   pp_link: str | None = None

@@ -24,7 +24,7 @@ from experiments.searching.goals import (
 )
 from experiments.searching.probe import unloaded
 from experiments.traffic import read_traffic
-from experiments.worlds import INSTANT
+from experiments.worlds import INSTANT, largest_step
 from pdjax.analysis.placement import (
   Nodes,
   Placement,
@@ -154,17 +154,22 @@ class PlacementGoal:
 
   def _fits(self, config: ExperimentConfig):
     device = pick(HARDWARE, config.hardware, "hardware")
-    longest = sum(read_traffic(config.workload).longest)
-    page_size = config.cache.page_size
+    longest = read_traffic(config.workload).longest
+    page_size, step_tokens = config.cache.page_size, largest_step(config, longest[0])
 
     def fits(shape: Shape) -> bool:
       try:
         pages = num_pages(
-          model=self.model, device=device, page_size=page_size, tp=shape.tp, pp=shape.pp
+          model=self.model,
+          device=device,
+          page_size=page_size,
+          tp=shape.tp,
+          pp=shape.pp,
+          step_tokens=step_tokens,
         )
       except ValueError:
         return False
-      return pages * page_size >= longest
+      return pages * page_size >= sum(longest)
 
     return fits
 

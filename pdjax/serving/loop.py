@@ -166,8 +166,8 @@ class Turn:
   """What happened in one turn of the loop.
 
   `num_tokens` were computed. `tokens` has them, but for those of a simulator's run of steps, which
-  are only counted. `sequences` has those that got one, of a run those that ended with it, by request
-  id: their output so far, and of those that ended the output that is kept.
+  are only counted. `sequences` has those that got one (of a run, those that ended with it), by
+  request id: their output so far, and of those that ended the output that is kept.
   """
 
   now_s: float

@@ -72,6 +72,11 @@ class LatencyModel(Protocol):
     return np.array([self.terms_of(later(counts, step)).total_s for step in range(num_steps)])
 
 
+def has_range(model: LatencyModel) -> bool:
+  """Whether it knows what lies beyond all that was measured."""
+  return type(model).beyond is not LatencyModel.beyond
+
+
 def later(counts: StepCounts, num_steps: int) -> StepCounts:
   """The counts of the same decodes, so many steps later."""
   return counts._replace(num_decode_keys=counts.num_decode_keys + num_steps * counts.num_decodes)

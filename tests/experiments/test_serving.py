@@ -196,7 +196,7 @@ def test_a_model_over_several_devices_is_simulated_with_pools_of_them(tmp_path):
     assert len(pools) == 2, name
   _, data = serving.report(experiment)
   assert data["label"] == "simulated llama3-70b on 8 x a100, 4 a pool"
-  assert "tp=4 costs is uncalibrated" in data["verdict"]
+  assert "all-reduces" not in data["verdict"], "those of an A100 were measured"
 
 
 def test_devices_of_a_pool_hand_over_at_the_same_time():
@@ -266,7 +266,7 @@ def test_pools_of_any_shape_are_compared_on_as_many_devices(tmp_path):
   took_s = [world.step_time(group)(counts) for group in groups]
   assert took_s[0] > took_s[1] > took_s[2]
   _, data = serving.report(experiment)
-  assert "what tp=2 and tp=4 costs is uncalibrated" in data["verdict"]
+  assert "pipeline stages" not in data["verdict"]
 
 
 LLAMA = ("model=llama3-8b", "hardware=a100", "cache.layout=paged")
@@ -299,7 +299,12 @@ def test_each_pool_has_the_hardware_that_it_names(tmp_path):
   for name, hardware in (("prefill0", "h100"), ("prefill1", "a100"), ("decode0", "b200")):
     latency = Roofline(model=world.model, device=HARDWARE[hardware])
     assert world.step_time(by_name[name])(counts) == latency.terms_of(counts).total_s
-    fits = num_pages(model=world.model, device=HARDWARE[hardware], page_size=16)
+    fits = num_pages(
+      model=world.model,
+      device=HARDWARE[hardware],
+      page_size=16,
+      step_tokens=max(config.scheduler.token_budget, 448),
+    )
     assert world.pages_of(by_name[name]).num_pages == fits
   fast_s, slow_s = (statistics.median(step_times_s(experiment, pools, f"prefill{i}")) for i in "01")
   assert 1.5 * fast_s < slow_s
@@ -351,7 +356,7 @@ def test_a_pipeline_is_simulated_stage_by_stage(tmp_path):
   assert ends_s[-1] == pytest.approx(whole_s * (8 + 3) / 4 + hand_over_s, rel=1e-3)
   # Its stages hold more than four times the pages of one device, whose weights they share.
   assert piped.pages_of(groups[pools]).num_pages > 4 * single.pages_of(groups[one]).num_pages
-  assert "pp=4 costs is uncalibrated" in piped.caveats[0]
+  assert "pipeline stages take their share of the layers" in piped.caveats[0]
   assert piped.alone.prefill_s(448) > single.alone.prefill_s(448)
   assert piped.together.prefill_s(448) == pytest.approx(single.together.prefill_s(448) / 4)
 
