@@ -309,7 +309,7 @@ def test_each_pool_has_the_hardware_that_it_names(tmp_path):
   fast_s, slow_s = (statistics.median(step_times_s(experiment, pools, f"prefill{i}")) for i in "01")
   assert 1.5 * fast_s < slow_s
   assert world.label == ("simulated llama3-8b on 1 x h100 and 1 x a100 and 1 x b200 (uncalibrated)")
-  assert "those of b200 from data-sheet peaks" in world.caveats[0]
+  assert "step times of b200 are those of its data sheet" in world.caveats[0]
   # Targets are of the pools that run such steps.
   assert world.alone.prefill_s(448) == world.step_time(by_name["prefill0"])(
     count_plan(probe_plan(world.pages, prefills=(448,)))
