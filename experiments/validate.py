@@ -26,7 +26,7 @@ from configs.models import MODELS
 from experiments.figures.validation import draw_replay
 from experiments.program import FLAGS, ROOT, Progress, main, out_folder, whole_file
 from experiments.serving import write_summary
-from experiments.validation import distserve, distserve_parts, steps_part, vllm
+from experiments.validation import distserve, distserve_parts, silicon, steps_part, vllm
 from experiments.validation.page import Section, page
 from experiments.validation.replay import Replay, error_rows, simulate, text_table
 from experiments.validation.requests import COLUMNS, Measured, read_requests, to_requests
@@ -48,7 +48,7 @@ from pdjax.sim.hardware import Device, Link
 from pdjax.sim.roofline import Roofline, num_pages
 
 Show = Callable[[str], None]
-PICTURES = "docs/validation"  # beside VALIDATION.md
+PICTURES = "experiments/figures/validation"  # beside VALIDATION.md
 MS = 1e3
 
 # A file of requests -------------------------------------------------------------------------------
@@ -194,6 +194,7 @@ PARTS: tuple[Callable[[pathlib.Path, Show], Section], ...] = (
   vllm.part,
   distserve_parts.as_served,
   distserve_parts.as_simdistserve,
+  silicon.part,
 )
 """The suite: a line for each part, in the order of the page."""
 

@@ -15,12 +15,12 @@ import weakref
 from collections.abc import Collection
 from typing import Any, Protocol
 
-TICKS_PER_S = 2.0**30
+_TICKS_PER_S = 2.0**30
 
 
 def to_ticks(seconds: float) -> float:
   """`seconds` rounded up to the next tick."""
-  return math.ceil(seconds * TICKS_PER_S) / TICKS_PER_S
+  return math.ceil(seconds * _TICKS_PER_S) / _TICKS_PER_S
 
 
 class Ticket(Protocol):
@@ -73,11 +73,12 @@ class VirtualClock:
     """Nothing: no wait takes any time."""
 
   def wait(self, tickets: Collection[Ticket], until_s: float | None) -> list[Ticket]:
-    due_s = min((ticket.finish_s for ticket in tickets), default=math.inf)
-    if until_s is not None:
-      due_s = min(due_s, until_s)
-    if due_s < math.inf:
-      self._now_s = max(self._now_s, to_ticks(due_s))
+    due_s = math.inf if until_s is None else until_s
+    for ticket in tickets:
+      if ticket.finish_s < due_s:
+        due_s = ticket.finish_s
+    if self._now_s < due_s < math.inf:
+      self._now_s = to_ticks(due_s)
     return [ticket for ticket in tickets if ticket.finish_s <= self._now_s]
 
   def end_s(self, ticket: Ticket) -> float:

@@ -67,11 +67,14 @@ class Sequence:
   room_tokens: int = 0  # decodes of positions below this need no page and are not past the end
   request_id: int = 0  # these two as the request's, for the hot path
   max_cached_tokens: int = 0
+  may_end_tokens: int = 0  # of the output: with fewer neither a stop id nor its length ends it
 
   def __post_init__(self):
     self.num_prefill_tokens = self.request.num_prompt_tokens
     self.request_id = self.request.request_id
     self.max_cached_tokens = self.request.max_cached_tokens
+    sampling = self.request.sampling
+    self.may_end_tokens = sampling.min_tokens + 1 if sampling.stop_ids else sampling.max_tokens
 
   @property
   def num_tokens(self) -> int:

@@ -115,18 +115,17 @@ def request_records(log: Iterable[Event]) -> dict[int, RequestRecord]:
   for event in log:
     match event:
       case Step():
-        for request_id in (*event.prefill_ids, *event.decode_ids):
-          _started(_find(drafts, request_id, event), event)
+        _start(drafts, (*event.prefill_ids, *event.decode_ids), event)
         end_s = event.end_s
         for request_id, token_id in zip(event.emitted_ids, event.token_ids, strict=True):
           found = drafts[request_id]
           found.token_s.append(end_s)
           found.token_ids.append(token_id)
       case DecodeRun():
+        _start(drafts, event.decode_ids, event)
         ends_s, tokens = event.ends_s, (0,) * len(event.ends_s)
         for request_id in event.decode_ids:
-          found = _find(drafts, request_id, event)
-          _started(found, event)
+          found = drafts[request_id]
           found.token_s += ends_s
           found.token_ids += tokens
       case Arrived():
@@ -193,12 +192,17 @@ def _find(drafts: Mapping[int, _Draft], request_id: int, event: Event) -> _Draft
   return found
 
 
-def _started(found: _Draft, event: Step | DecodeRun) -> None:
-  """Notes that a step has a part of the request."""
-  if found.first_scheduled_s is None:
-    found.first_scheduled_s = event.start_s
-  if event.pool not in found.pools:
-    found.pools.append(event.pool)
+def _start(
+  drafts: Mapping[int, _Draft], request_ids: Iterable[int], event: Step | DecodeRun
+) -> None:
+  """Notes that a step has a part of these requests. A loop, as it runs for every token."""
+  start_s, pool = event.start_s, event.pool
+  for request_id in request_ids:
+    found = drafts.get(request_id) or _find(drafts, request_id, event)
+    if found.first_scheduled_s is None:
+      found.first_scheduled_s = start_s
+    if pool not in found.pools:
+      found.pools.append(pool)
 
 
 def outcomes(records: Mapping[int, RequestRecord]) -> dict[str, int]:

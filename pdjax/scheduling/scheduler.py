@@ -386,12 +386,16 @@ class Scheduler:
           self._publish(seq)
     # This loop runs for every token that is generated: no calls where none is needed.
     running, emitted = self.running, outcome.emitted
-    num_tokens = len(emitting) + len(plan.decodes)
+    is_default = finish_reason is length_or_stop
+    request_ids, generations = plan.decodes.request_ids, plan.decodes.generations
+    if emitting:
+      request_ids = (*[s.request_id for s in emitting], *request_ids)
+      generations = (*[s.generation for s in emitting], *generations)
     for request_id, generation, token, logprobs in zip(
-      (*(s.request_id for s in emitting), *plan.decodes.request_ids),
-      (*(s.generation for s in emitting), *plan.decodes.generations),
+      request_ids,
+      generations,
       result.token_ids,
-      result.logprobs or itertools.repeat(None, num_tokens),
+      result.logprobs or itertools.repeat(None, len(request_ids)),
       strict=True,
     ):
       seq = running.get(request_id)
@@ -408,6 +412,8 @@ class Scheduler:
       if logprobs is not None:
         seq.output_logprobs.append(logprobs)
       emitted.append((seq, token))
+      if is_default and len(seq.output_ids) < seq.may_end_tokens:
+        continue
       try:
         reason = finish_reason(seq)
       except Exception as error:  # a caller's rule: its failure is this request's alone
@@ -670,6 +676,9 @@ def _prefill_left(seq: Sequence) -> int:
   return max(0, seq.num_prefill_tokens - seq.num_computed_tokens)
 
 
+_NO_DECODES, _NO_UPDATES = DecodeSlices(), PageUpdates()
+
+
 def _is_in_flight(seq: Sequence) -> bool:
   return seq.num_scheduled_tokens > seq.num_computed_tokens
 
@@ -751,7 +760,7 @@ class StepBuilder:
     """A token for every decoding sequence, in the order of their first tokens."""
     # A loop of its own, as it runs for every token that is generated: a tenth of what `advance`
     # takes.
-    step_id, left = self._step_id, self.tokens_left
+    step_id, left = self._step_id, self._tokens_left
     taken: list[Sequence] = []
     positions = self._decodes[-1]
     for seq in self._micro_batch():
@@ -771,7 +780,7 @@ class StepBuilder:
     request_ids += [seq.request_id for seq in taken]
     generations += [seq.generation for seq in taken]
     rows += [seq.row for seq in taken]
-    self.tokens_left = left
+    self._tokens_left = left
 
   def prefill(self, max_tokens: int | None = None) -> None:
     """Chunks of the prompts in progress, in the order of their admission."""
@@ -827,7 +836,7 @@ class StepBuilder:
       return 0
     keys, num_cached = ((), 0) if seq.row is not None else self._find_computed(seq)
     wanted = seq.num_unscheduled_tokens - num_cached
-    num_tokens = min(wanted, self.tokens_left)
+    num_tokens = min(wanted, self._tokens_left)
     if max_tokens is not None:
       num_tokens = min(num_tokens, max_tokens)
     is_long = self._is_long(seq)
@@ -861,15 +870,20 @@ class StepBuilder:
       return None
     preempted, s.unreported_preemptions = tuple(s.unreported_preemptions), []
     (swap_outs, swap_drops), s.unreported_swaps = s.unreported_swaps, ({}, [])
-    request_ids, generations, rows, positions = map(tuple, self._decodes)
-    update_rows, indices, page_ids = map(tuple, self._page_updates)
+    decodes, page_updates = _NO_DECODES, _NO_UPDATES
+    if self._decodes[0]:
+      request_ids, generations, rows, positions = map(tuple, self._decodes)
+      decodes = DecodeSlices(
+        request_ids=request_ids, generations=generations, rows=rows, positions=positions
+      )
+    if self._page_updates[0]:
+      rows, indices, page_ids = map(tuple, self._page_updates)
+      page_updates = PageUpdates(rows=rows, indices=indices, page_ids=page_ids)
     return StepPlan(
       step_id=self._step_id,
       prefills=tuple(self._prefills),
-      decodes=DecodeSlices(
-        request_ids=request_ids, generations=generations, rows=rows, positions=positions
-      ),
-      page_updates=PageUpdates(rows=update_rows, indices=indices, page_ids=page_ids),
+      decodes=decodes,
+      page_updates=page_updates,
       preempted=preempted,
       swap_outs=tuple(swap_outs.values()),
       swap_ins=tuple(self._swap_ins),
@@ -1009,4 +1023,4 @@ class StepBuilder:
         s.decoding[seq.request_id] = s.prefilling.pop(seq.request_id)
     seq.num_scheduled_tokens = end
     seq.last_step = self._step_id
-    self.tokens_left -= num_tokens
+    self._tokens_left -= num_tokens

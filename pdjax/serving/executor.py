@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
 from pdjax.core.clock import Ticket
 from pdjax.core.plan import StepPlan
 from pdjax.core.request import SamplingParams
@@ -57,7 +55,7 @@ class PoolLost(Exception):
 class Run(Ticket, Protocol):
   """A ticket of steps that follow one another, each ending at its own of `ends_s`, ascending."""
 
-  ends_s: np.ndarray
+  ends_s: list[float]
 
   def cut(self, now_s: float) -> None:
     """Lets no step begin after `now_s`, or at it: the ends of those that would are taken away."""
@@ -99,8 +97,11 @@ class Executor(Protocol):
     """
     ...
 
-  def submit_run(self, plan: StepPlan, now_s: float, num_steps: int) -> Run:
-    """Starts a step of decodes so many times, each a position further. Only where it `repeats`."""
+  def submit_run(self, plan: StepPlan, now_s: float, num_steps: int, until_s: float | None) -> Run:
+    """Starts a step of decodes so many times, each a position further. Only where it `repeats`.
+
+    Fewer times will do where those that are left would begin after `until_s`.
+    """
     ...
 
   def export(self, handle: Handle, *, page_ids: tuple[int, ...], now_s: float) -> Handle:

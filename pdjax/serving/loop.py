@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 import heapq
@@ -10,8 +11,6 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
-
-import numpy as np
 
 from pdjax.core.clock import Clock, Ticket
 from pdjax.core.costs import count_plan
@@ -132,6 +131,12 @@ class Inbox:
 
   def next_s(self) -> float | None:
     """When something is due next."""
+    try:  # one look needs no lock
+      time_s, _, message = self._heap[0]
+    except IndexError:
+      return None
+    if self._counts(message):
+      return time_s
     with self._lock:
       while self._heap and not self._counts(self._heap[0][2]):
         heapq.heappop(self._heap)
@@ -139,7 +144,9 @@ class Inbox:
 
   def due(self, now_s: float) -> list[_Message]:
     """Takes out what is due, in order of time."""
-    messages = []
+    messages: list[_Message] = []
+    if not self._heap or self._heap[0][0] > now_s:  # nothing, most of the time: no lock
+      return messages
     with self._lock:
       while self._heap and self._heap[0][0] <= now_s:
         message = heapq.heappop(self._heap)[2]
@@ -231,12 +238,13 @@ class _Loop:
     while True:
       turn = Turn(self.clock.now_s())
       self._look_at_pools(turn)
-      self._settle(turn)
       self._drain(turn)
       self._change_roles(turn)
       has_moved = True
       while has_moved:  # what a decode pool gave up may find a place, and leaves one, at once
-        self._hand_off(turn)
+        if self.cluster.outbox or self.cluster.transfers or self.cluster.prefetches:
+          self._settle(turn)
+          self._hand_off(turn)
         self._cut(turn)
         plan_at_s, has_moved = self._submit(turn)
       tickets = self._tickets()
@@ -253,10 +261,13 @@ class _Loop:
           return
         until_s = leave_s
       look_s = None
-      if self.inbox.num_left and any(not p.is_up and not p.is_gone for p in self.cluster.pools):
-        look_s = turn.now_s + _LOOK_S
-      times_s = [time_s for time_s in (until_s, plan_at_s, look_s) if time_s is not None]
-      self.clock.wait(tickets, min(times_s, default=None))
+      for pool in self.cluster.pools:
+        if not pool.is_up and not pool.is_gone and self.inbox.num_left:
+          look_s = turn.now_s + _LOOK_S
+      for time_s in (plan_at_s, look_s):
+        if time_s is not None and (until_s is None or time_s < until_s):
+          until_s = time_s
+      self.clock.wait(tickets, until_s)
       turn.now_s = self.clock.now_s()
       self._commit(turn)
       yield turn
@@ -272,16 +283,13 @@ class _Loop:
   # Runs of steps, in simulation ----------------------------------------------------------------
 
   def _settle(self, turn: Turn) -> None:
-    """Lets schedulers know of steps that have ended, where somebody is about to look at them."""
-    cluster, due_s = self.cluster, self.inbox.next_s()
-    is_asked = due_s is not None and due_s <= turn.now_s
-    if is_asked or cluster.outbox or cluster.transfers or cluster.prefetches:
-      for pool in cluster.pools:
-        if (stroke := pool.stroke) is not None:
-          num_ended = int(np.searchsorted(stroke.ticket.ends_s, turn.now_s, side="right"))
-          if num_ended > stroke.num_done:
-            pool.scheduler.advance_run(stroke.plan, num_ended - stroke.num_done)
-            stroke.num_done = num_ended
+    """Lets schedulers know of steps that have ended, as somebody is about to look at them."""
+    for pool in self.cluster.pools:
+      if (stroke := pool.stroke) is not None:
+        num_ended = bisect.bisect_right(stroke.ticket.ends_s, turn.now_s)
+        if num_ended > stroke.num_done:
+          pool.scheduler.advance_run(stroke.plan, num_ended - stroke.num_done)
+          stroke.num_done = num_ended
 
   def _cut(self, turn: Turn) -> None:
     """Ends runs after the step under way where something else may be planned now."""
@@ -304,7 +312,10 @@ class _Loop:
   # Requests in and out -------------------------------------------------------------------------
 
   def _drain(self, turn: Turn) -> None:
-    for message in self.inbox.due(turn.now_s):
+    messages = self.inbox.due(turn.now_s)
+    if messages:
+      self._settle(turn)
+    for message in messages:
       if isinstance(message, Request):
         self._arrive(message, turn)
       elif isinstance(message, _ChangeRole):
@@ -561,6 +572,8 @@ class _Loop:
       num_stages = pool.executor.num_stages
       one = pool.role == "prefill" or pool.executor.repeats
       most = max(num_stages, 1 if one else self.steps_in_flight)
+      if len(pool.in_flight) >= most:
+        continue
       while pool.is_up and len(pool.in_flight) < most and not _waits_to_fail(pool):
         now_s = self.clock.now_s()
         start_s = max(now_s, _predicted_end_s(pool)) if num_stages == 1 else now_s
@@ -579,7 +592,7 @@ class _Loop:
           self.log.append(Preempted(time_s=now_s, request_id=request_id, pool=pool.name))
         num_steps = self._num_steps(pool, plan)
         if num_steps > 1:
-          run = pool.executor.submit_run(plan, now_s, num_steps)
+          run = pool.executor.submit_run(plan, now_s, num_steps, self.inbox.next_s())
           pool.in_flight.append((plan, run, now_s))
           pool.stroke = Stroke(plan, run, pool.scheduler.num_changes)
           break
@@ -619,7 +632,8 @@ class _Loop:
     for transfer in self.cluster.transfers:
       for part in [p for p in transfer.parts if _has_ended(p.ticket, turn.now_s)]:
         self._commit_part(transfer, part, turn)
-    self._close_transfers(turn)
+    if self.cluster.transfers:
+      self._close_transfers(turn)
     for prefetch in [p for p in self.cluster.prefetches if _has_ended(p.ticket, turn.now_s)]:
       self._commit_prefetch(prefetch, turn)
 
@@ -659,7 +673,7 @@ class _Loop:
   def _commit_run(self, pool: Pool, turn: Turn) -> None:
     plan, run, submit_s = pool.in_flight.popleft()
     num_done, pool.stroke = pool.stroke.num_done, None
-    start_s, ends_s = max(submit_s, pool.last_end_s), run.ends_s.tolist()
+    start_s, ends_s = max(submit_s, pool.last_end_s), run.ends_s
     outcome, gone = pool.scheduler.commit_run(plan, len(ends_s), num_done)
     pool.last_end_s = ends_s[-1]
     ids = plan.decodes.request_ids

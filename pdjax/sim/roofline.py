@@ -14,6 +14,7 @@ from pdjax.sim.hardware import Device, Fit, Link
 from pdjax.sim.latency_model import LatencyModel, StepTerms
 
 _IDEAL = Fit()
+_MOST_KNOWN = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,10 @@ class Roofline(LatencyModel):
   bytes_per_kv: float = 2
   bytes_per_activation: float = 2
   _ops: OpTimes = dataclasses.field(init=False, repr=False)
+  # What does not depend on attention, by tokens and rows that emit: steps repeat these.
+  _known: dict[tuple[int, int], tuple[float, float, float]] = dataclasses.field(
+    init=False, repr=False, compare=False, default_factory=dict
+  )
 
   def __post_init__(self):
     if self.tp < 1 or (self.tp > 1 and self.link is None):
@@ -92,16 +97,13 @@ class Roofline(LatencyModel):
     fit, ops = self.device.fit or _IDEAL, self._ops
     prefill_tokens, pairs, keys, decodes, decode_keys, emitted, prefills = counts
     tokens = prefill_tokens + decodes
-    linear_s = elementwise_s = prefill_s = decode_s = 0.0
-    # An operator's layers are alike, so the norm of their sums is the sum of their norms.
-    if tokens:
-      for launches, compute_s, memory_s, fixed_s in ops.linears:
-        linear_s += fit.gemm_s(launches, tokens * compute_s, tokens * memory_s + fixed_s)
-      launches, memory_s = ops.elementwise
-      elementwise_s = fit.elementwise_s(launches, tokens * memory_s)
-    if emitted:
-      launches, compute_s, memory_s, fixed_s = ops.lm_head
-      linear_s += fit.gemm_s(launches, emitted * compute_s, emitted * memory_s + fixed_s)
+    prefill_s = decode_s = 0.0
+    known = self._known.get((tokens, emitted))
+    if known is None:
+      if len(self._known) >= _MOST_KNOWN:
+        self._known.clear()
+      known = self._known[tokens, emitted] = self._without_attention(tokens, emitted)
+    linear_s, elementwise_s, all_reduce_s = known
     if prefill_tokens:
       launches, compute_s, token_s, key_s, heads = ops.attention
       memory_s = prefill_tokens * token_s + keys * key_s
@@ -123,7 +125,22 @@ class Roofline(LatencyModel):
     elif decodes:
       launches, _, token_s, key_s, _ = ops.attention
       decode_s = fit.decode_s(launches, decodes * token_s + decode_keys * key_s, decodes * key_s)
-    return linear_s, elementwise_s, prefill_s, decode_s, self._all_reduces_s(tokens)
+    return linear_s, elementwise_s, prefill_s, decode_s, all_reduce_s
+
+  def _without_attention(self, num_tokens: int, num_emitted: int) -> tuple[float, float, float]:
+    """Matrices, elementwise operators and all-reduces."""
+    fit, ops = self.device.fit or _IDEAL, self._ops
+    linear_s = elementwise_s = 0.0
+    # An operator's layers are alike, so the norm of their sums is the sum of their norms.
+    if num_tokens:
+      for launches, compute_s, memory_s, fixed_s in ops.linears:
+        linear_s += fit.gemm_s(launches, num_tokens * compute_s, num_tokens * memory_s + fixed_s)
+      launches, memory_s = ops.elementwise
+      elementwise_s = fit.elementwise_s(launches, num_tokens * memory_s)
+    if num_emitted:
+      launches, compute_s, memory_s, fixed_s = ops.lm_head
+      linear_s += fit.gemm_s(launches, num_emitted * compute_s, num_emitted * memory_s + fixed_s)
+    return linear_s, elementwise_s, self._all_reduces_s(num_tokens)
 
   def _all_reduces_s(self, num_tokens: int) -> float:
     """After attention and after the MLP of each layer.

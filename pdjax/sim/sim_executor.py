@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pdjax.core.clock import TICKS_PER_S, to_ticks
+from pdjax.core.clock import to_ticks
 from pdjax.core.plan import StepPlan, StepResult
 from pdjax.serving.executor import Handle, PageShape, export_bytes
 from pdjax.sim.hardware import PCIE_4, Link
@@ -32,12 +32,12 @@ class SimTicket:
 class SimRun:
   """A `Run` of one device, which is busy until its end."""
 
-  def __init__(self, ends_s: np.ndarray, busy_until_s: list[float]):
+  def __init__(self, ends_s: list[float], busy_until_s: list[float]):
     self._busy_until_s = busy_until_s
     self._set(ends_s)
 
   def cut(self, now_s: float) -> None:
-    self._set(self.ends_s[: 1 + np.searchsorted(self.ends_s, now_s)])
+    self._set(self.ends_s[: 1 + bisect.bisect_left(self.ends_s, now_s)])
 
   def is_ready(self) -> bool:
     return True
@@ -45,9 +45,9 @@ class SimRun:
   def result(self) -> None:
     return None
 
-  def _set(self, ends_s: np.ndarray) -> None:
-    self.ends_s, self.finish_s = ends_s, float(ends_s[-1])
-    self._busy_until_s[0] = self.finish_s
+  def _set(self, ends_s: list[float]) -> None:
+    self.ends_s = ends_s
+    self.finish_s = self._busy_until_s[0] = ends_s[-1]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ class SimExecutor:
     now_s: float,
     exports: Sequence[tuple[Handle, tuple[int, ...]]] = (),
   ) -> SimTicket:
-    num_emitted = len(plan.decodes)
+    num_emitted = len(plan.decodes.request_ids)
     for s in plan.prefills:
       num_emitted += s.emits_token
     result = StepResult(token_ids=(0,) * num_emitted)
@@ -125,10 +125,18 @@ class SimExecutor:
       }
     return SimTicket(finish_s=ends_s[-1], value=result)
 
-  def submit_run(self, plan: StepPlan, now_s: float, num_steps: int) -> SimRun:
-    start_s = max(now_s, self._busy_until_s[0])
-    ticks = np.ceil(self._steps_s(plan, num_steps) * TICKS_PER_S)
-    return SimRun(start_s + np.cumsum(ticks) / TICKS_PER_S, self._busy_until_s)
+  def submit_run(
+    self, plan: StepPlan, now_s: float, num_steps: int, until_s: float | None
+  ) -> SimRun:
+    at_s = max(now_s, self._busy_until_s[0])
+    steps_s = self._steps_s(plan, num_steps)
+    if until_s is not None:  # no step is shorter than the first
+      num_steps = 1 + max(0, int((until_s - at_s) / steps_s[0]))
+    ends_s = []
+    for step_s in steps_s[:num_steps].tolist():
+      at_s += to_ticks(step_s)
+      ends_s.append(at_s)
+    return SimRun(ends_s, self._busy_until_s)
 
   def export(self, handle: Handle, *, page_ids: tuple[int, ...], now_s: float) -> Handle:
     return dataclasses.replace(
