@@ -1,10 +1,10 @@
 """Measured end-to-end rows of the package aiconfigurator, beside its own estimates of them.
 
-The rows (systems/silicon_sample.csv of aiconfigurator-core, Apache-2.0) are mean TTFT and TPOT of
+The rows (silicon_sample.csv of aiconfigurator-core 0.12.0, Apache-2.0) are mean TTFT and TPOT of
 so many users who each send the next request when the last one has ended. Ours: that loop through
 the scheduler, with step times from the package's operator tables (`Silicon`). Theirs: its
 `cli_estimate`, which reads the same tables and has no queue. No number is fitted on rows; what to
-assume of engines and users, where there was a choice, was settled with 64 of the 1,071 in view.
+assume of engines and users, where there was a choice, was settled with 79 of the 1,071 in view.
 
 How a row was served is as its makers publish it, and otherwise the engine's default:
 
@@ -24,9 +24,11 @@ such an engine beside an A100 (`configs/hardware.py`).
 
 from __future__ import annotations
 
+import collections
 import csv
 import dataclasses
 import functools
+import gzip
 import importlib.util
 import logging
 import pathlib
@@ -57,7 +59,7 @@ from pdjax.sim.sim_executor import SimExecutor
 
 Show = Callable[[str], None]
 METRICS = ("TTFT", "TPOT")
-ROWS = "silicon_sample.csv"
+ROWS = "silicon_sample_all.csv.gz"  # of the data folder; the same as the package's
 DENSE = {  # models of the rows: what the package has of the same shape
   "meta-llama/Llama-3.1-8B-Instruct": "meta-llama/Meta-Llama-3.1-8B",
   "nvidia/Llama-3.1-8B-Instruct-FP8": "meta-llama/Meta-Llama-3.1-8B",
@@ -111,7 +113,7 @@ class Row(NamedTuple):
 
 def read_rows(folder: pathlib.Path) -> tuple[Row, ...]:
   """The rows of dense models. Of several workers that do both, what one of them has."""
-  with open(folder / ROWS, newline="") as file:
+  with gzip.open(folder / ROWS, "rt", newline="") as file:
     records = [r for r in csv.DictReader(file) if r["model_path"] in DENSE]
   return tuple(map(_row, records))
 
@@ -397,13 +399,16 @@ def sizes(compared: Sequence[Compared]) -> list[list[tuple[float, float]]]:
 
 
 def part(data_dir: pathlib.Path, show: Show) -> Section:
-  """Of the suite. Its rows come with the package, so `data_dir` is not read."""
+  """Of the suite."""
   title = "End to end: dense models in aiconfigurator's rows, beside its own estimates"
   if importlib.util.find_spec("aiconfigurator") is None:
-    return Section(title=title, missing="pip install 'pdjax[silicon]' aiconfigurator==0.12.0")
+    return Section(title=title, missing="it needs `pip install aiconfigurator==0.12.0`")
+  folder = data_dir / "measured" / "aiconfigurator"
+  if not (folder / ROWS).is_file():
+    return Section(title=title, missing=f"there is no {ROWS} in measured/aiconfigurator")
   for name in ("aiconfigurator", "aiconfigurator_core"):
     logging.getLogger(name).setLevel(logging.ERROR)  # it tells of every table it reads
-  rows = read_rows(systems_folder())
+  rows = read_rows(folder)
   every = list(compare(choose(rows), show))
   both = [one for one in every if one.ours is not None and one.theirs is not None]
   found = sizes(both)
@@ -417,20 +422,23 @@ def part(data_dir: pathlib.Path, show: Show) -> Section:
     for metric, (ours, theirs) in zip(METRICS, found)
   ]
   closer = [sum(abs(one.ours[i]) < abs(one.theirs[i]) for one in both) for i in range(len(METRICS))]
-  left_out = [f"- {one.row.name}: {one.why_not}" for one in every if one not in both]
+  left_out = collections.Counter(
+    one.why_not.partition(". ")[0].partition(" (")[0] for one in every if one not in both
+  )
   num_disaggregated = sum(row.decode is not None for row in rows)
   text = f"""
 Rows are mean TTFT and TPOT of users in a closed loop. Of {len(rows)} of dense models
 {NUM_AGGREGATED} aggregated ones by chance (seed {SEED}) and all {num_disaggregated} disaggregated
 ones. Simulated: that loop through the scheduler, step times from the package's operator tables.
 Estimated: the package's `cli_estimate`, from the same tables. No number was fitted on rows; which
-published settings of engines to assume was settled with 64 rows in view. Absolute errors in percent,
-median / p95:
+published settings of engines to assume was settled with 79 rows in view. Absolute errors in
+percent, median / p95:
 
 {markdown_table(table(both))}
 
 The simulation is nearer in {closer[0]} (TTFT) and {closer[1]} (TPOT) of {len(both)} rows.
 """
   if left_out:
-    text += "\nLeft out, as one of the two has no answer:\n\n" + "\n".join(left_out)
+    lines = [f"- {count} rows: {why_not}" for why_not, count in sorted(left_out.items())]
+    text += "\nLeft out, as one of the two has no answer:\n\n" + "\n".join(lines)
   return Section(title=title, reached=reached, text=text)
