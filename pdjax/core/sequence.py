@@ -74,7 +74,9 @@ class Sequence:
     self.request_id = self.request.request_id
     self.max_cached_tokens = self.request.max_cached_tokens
     sampling = self.request.sampling
-    self.may_end_tokens = sampling.min_tokens + 1 if sampling.stop_ids else sampling.max_tokens
+    self.may_end_tokens = sampling.max_tokens
+    if sampling.stop_ids:
+      self.may_end_tokens = min(sampling.min_tokens + 1, sampling.max_tokens)
 
   @property
   def num_tokens(self) -> int:

@@ -177,7 +177,7 @@ def _copy_rows(
   number: int,
   pid: int,
   lane: int,
-  before: Step | None,
+  before: Step | DecodeRun | None,
   after: Step | DecodeRun | None,
   pids: dict[str, int],
 ) -> list[dict[str, Any]]:
@@ -234,7 +234,7 @@ def _lanes(copies: list[Copied]) -> list[int]:
 
 def _step_before_and_after(
   copies: list[Copied], steps: list[Step | DecodeRun]
-) -> list[tuple[Step | None, Step | DecodeRun | None]]:
+) -> list[tuple[Step | DecodeRun | None, Step | DecodeRun | None]]:
   """For each copy the last source step of its request before it and the first target step after."""
   wanted = {c.request_id for c in copies}
   of_request: dict[int, list[Step | DecodeRun]] = {}

@@ -480,7 +480,8 @@ class Scheduler:
       seq.output_ids += tokens
       self.output_tokens_left -= num_steps
       if num_scheduled > seq.room_tokens:
-        self.pages.grow(seq.row, num_scheduled)
+        if self.pages.grow(seq.row, num_scheduled) is None:
+          raise RuntimeError(f"request {request_id}: a run went on for which there was no page")
         self.update_room(seq)
       if num_computed >= seq.publish_at_tokens:
         self._publish(seq)
@@ -553,6 +554,8 @@ class Scheduler:
     """Raises AssertionError unless pages, rows and token counts add up."""
     self.pages.check()
     for seq in self.running.values():
+      held = self.pages.num_held(seq.row) * self.pages.config.page_size
+      assert seq.num_computed_tokens <= held, "computed without a page"
       room_tokens = seq.room_tokens
       self.update_room(seq)
       assert seq.room_tokens == room_tokens, "room is not that of the pages"
@@ -705,6 +708,9 @@ class StepBuilder:
     self._swap_ins: list[Swap] = []
     self._tokens_left = scheduler.config.token_budget
     self._long_tokens_left = scheduler.config.long_prompt_budget
+    num_shares = scheduler.config.micro_batches
+    # The share of one stage of a pipeline, where there are several.
+    self._most_decodes = -(-len(scheduler.decoding) // num_shares) if num_shares > 1 else None
 
   @property
   def now_s(self) -> float:
@@ -742,6 +748,10 @@ class StepBuilder:
   @property
   def is_empty(self) -> bool:
     return not self._prefills and not self._decodes[0]
+
+  @property
+  def num_decodes(self) -> int:
+    return len(self._decodes[0])
 
   @property
   def counts(self) -> StepCounts:
@@ -830,7 +840,8 @@ class StepBuilder:
     here = scheduler.waiting if seq.row is None else scheduler.running
     if here.get(seq.request_id) is not seq:
       return 0  # it has left since the policy saw it
-    if config.micro_batches > 1 and seq.is_decoding and _is_in_flight(seq):
+    most = self._most_decodes
+    if most is not None and seq.is_decoding and (_is_in_flight(seq) or self.num_decodes >= most):
       return 0
     if seq.row is None and not scheduler.pages.num_free_rows:
       return 0
@@ -894,11 +905,9 @@ class StepBuilder:
 
   def _micro_batch(self) -> list[Sequence]:
     """The decodes of this step: all, or the share of one stage."""
-    decoding, num_steps = self.decoding, self._scheduler.config.micro_batches
-    if num_steps == 1:
-      return decoding
-    most = -(-len(decoding) // num_steps)
-    return [seq for seq in decoding if not _is_in_flight(seq)][:most]
+    if self._most_decodes is None:
+      return self.decoding
+    return [seq for seq in self.decoding if not _is_in_flight(seq)][: self._most_decodes]
 
   def _is_long(self, seq: Sequence) -> bool:
     longest = self._scheduler.config.long_prompt_tokens

@@ -33,10 +33,10 @@ from pdjax.scheduling.planner import Planner, Planning, PoolState
 from pdjax.scheduling.routing import Rejected
 from pdjax.scheduling.scheduler import FinishReason, Outcome, length_or_stop
 from pdjax.serving.cluster import Cluster, Part, Pool, Prefetch, Stroke, Transfer
-from pdjax.serving.executor import Handle, PoolLost, export_bytes
+from pdjax.serving.executor import Handle, PoolLost, Run, export_bytes
 
 GRACE_S = 10.0
-_MOST_STEPS = 1024  # in a run: most are cut short, and every end is computed beforehand
+_MOST_STEPS = 256  # in a run: most are cut short, and every end is computed beforehand
 _LOOK_S = 0.01  # from one look at a pool that is down to the next
 
 
@@ -531,7 +531,9 @@ class _Loop:
       stream = self.cluster.stream_of(seq)
       may_open = not self.cluster.outbox and part.request_id not in swapped_in
       if stream is None and may_open and self.cluster.wants_stream(pool, seq):
+        self._settle(turn)
         reserved = self.cluster.reserve(seq)
+        self._cut(turn)
         if reserved is not None:
           stream = self._open_transfer(seq, pool, reserved, turn)
       if stream is not None:
@@ -624,6 +626,8 @@ class _Loop:
 
   def _commit(self, turn: Turn) -> None:
     for pool in self.cluster.pools:
+      if pool.stroke is not None and _ends_at(pool.stroke.ticket, turn.now_s):
+        pool.stroke.ticket.cut(turn.now_s)  # what else is due now comes after this step
       while pool.in_flight and _has_ended(pool.in_flight[0][1], turn.now_s):
         if pool.stroke is None:
           self._commit_step(pool, turn)
@@ -850,6 +854,7 @@ class _Loop:
     """Queues a sequence that `pool` had: there, or elsewhere if it does not prefill any more."""
     entry = pool
     if not pool.is_up or pool not in self.cluster.entry:
+      self._settle(turn)
       entry = self.cluster.route_again(seq, turn.now_s)
     refusal = "no pool that could prefill it is left"
     if entry is not None:
@@ -932,6 +937,8 @@ class _Loop:
 
   def _change_roles(self, turn: Turn) -> None:
     """Asks the planner, and lets those pools change that are drained."""
+    if any(pool.next_role is not None for pool in self.cluster.pools):
+      self._settle(turn)
     if self.planner is not None:
       for pool, role in self.planner(self._planning(turn)):
         self._begin_change(_ChangeRole(pool=pool, role=role), turn)
@@ -1029,6 +1036,12 @@ def _step_failed(error: Exception | None) -> str:
 
 def _has_ended(ticket: Ticket, now_s: float) -> bool:
   return ticket.is_ready() if ticket.finish_s is None else ticket.finish_s <= now_s
+
+
+def _ends_at(run: Run, now_s: float) -> bool:
+  """Whether one of its steps ends just now."""
+  place = bisect.bisect_left(run.ends_s, now_s)
+  return place < len(run.ends_s) and run.ends_s[place] == now_s
 
 
 def _step_event(pool: Pool, plan: StepPlan, outcome: Outcome, start_s: float, end_s: float) -> Step:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
-
 from pdjax.core.costs import StepCounts
 from pdjax.sim.latency_model import LatencyModel, StepTerms
 
@@ -54,13 +52,6 @@ class Padded(LatencyModel):
 
   def terms_of(self, counts: StepCounts) -> StepTerms:
     return self.latency.terms_of(self.padding(counts))
-
-  def decode_steps_s(self, counts: StepCounts, num_steps: int) -> np.ndarray:
-    # Padding has no context, so keys grow by the real decodes alone.
-    first, more = self.padding(counts), counts.num_decodes
-    last = first._replace(num_decode_keys=first.num_decode_keys + (num_steps - 1) * more)
-    ends_s = [self.latency.terms_of(c).total_s for c in (first, last)]
-    return np.linspace(*ends_s, num_steps)
 
   def hand_over_s(self, num_tokens: int) -> float:
     return self.latency.hand_over_s(num_tokens)

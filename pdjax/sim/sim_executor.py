@@ -129,13 +129,12 @@ class SimExecutor:
     self, plan: StepPlan, now_s: float, num_steps: int, until_s: float | None
   ) -> SimRun:
     at_s = max(now_s, self._busy_until_s[0])
-    steps_s = self._steps_s(plan, num_steps)
-    if until_s is not None:  # no step is shorter than the first
-      num_steps = 1 + max(0, int((until_s - at_s) / steps_s[0]))
     ends_s = []
-    for step_s in steps_s[:num_steps].tolist():
+    for step_s in self._steps_s(plan, num_steps).tolist():
       at_s += to_ticks(step_s)
       ends_s.append(at_s)
+      if until_s is not None and at_s > until_s:
+        break
     return SimRun(ends_s, self._busy_until_s)
 
   def export(self, handle: Handle, *, page_ids: tuple[int, ...], now_s: float) -> Handle:

@@ -14,6 +14,7 @@ from virtual import make_cluster, make_requests, run
 from pdjax.core.costs import count_plan
 from pdjax.core.events import DecodeRun, Step, each_step, read_events, write_events
 from pdjax.core.model_config import ModelConfig
+from pdjax.core.request import SamplingParams
 from pdjax.metrics.latency import interference, request_records
 from pdjax.metrics.timeline import chrome_trace
 from pdjax.metrics.utilisation import pool_usage, span_s
@@ -53,14 +54,28 @@ def steps_s(plan, num_steps):
   return seconds(counts, counts.num_decode_keys + counts.num_decodes * np.arange(num_steps))
 
 
-def history(strategy, requests, *, in_strokes, policy=None, cancels=(), role_changes=(), **options):
-  """The log of one run, with runs of steps or without."""
+def history(
+  strategy,
+  requests,
+  *,
+  in_strokes,
+  policy=None,
+  grid_s=None,
+  link=LINK,
+  cancels=(),
+  role_changes=(),
+  **options,
+):
+  """The log of one run, with runs of steps or without. All steps take `grid_s`, if it is given."""
   cluster = make_cluster(strategy, **options)
   for pool in cluster.pools:
     if policy is not None:
       pool.scheduler.become(policy, pool.scheduler.config)
+    one_s, many_s = step_s, steps_s
+    if grid_s is not None:
+      one_s, many_s = lambda plan: grid_s, lambda plan, num_steps: np.full(num_steps, grid_s)
     pool.executor = SimExecutor(
-      step_s=step_s, steps_s=steps_s if in_strokes else None, link=LINK, bytes_per_token=8
+      step_s=one_s, steps_s=many_s if in_strokes else None, link=link, bytes_per_token=8
     )
     if pool.scheduler.predict_step_s is not None:
       pool.scheduler.predict_step_s = lambda c: seconds(c, c.num_decode_keys)
@@ -122,6 +137,14 @@ def test_a_policy_that_does_not_say_that_its_steps_repeat_takes_them_one_at_a_ti
   assert list(logs[0]) == list(logs[1])
 
 
+def test_a_request_that_could_end_with_its_last_token_ends_there():
+  sampling = SamplingParams(max_tokens=3, min_tokens=3, stop_ids=(7,))
+  request = dataclasses.replace(make_requests(1, seed=0)[0], sampling=sampling)
+  for in_strokes in (False, True):
+    (record,) = request_records(history("mixed", [request], in_strokes=in_strokes)).values()
+    assert record.finish_reason == "length" and len(record.token_ids) == 3
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_strokes_give_the_history_of_single_steps_whatever_happens(data):
@@ -136,12 +159,29 @@ def test_strokes_give_the_history_of_single_steps_whatever_happens(data):
   ]
   reservation = data.draw(st.sampled_from(["chunk", "prompt", "request"]))
   strategy = data.draw(st.sampled_from(["sarathi", "chunked", "2xmixed", "disaggregated",
-                                        "prefill,2xdecode", "deadline", "fcfs"]))  # fmt: skip
+                                        "prefill,2xdecode", "deadline", "fcfs",
+                                        "prefill:prefill_chunks,2xdecode",
+                                        "prefill,decode,3xmixed"]))  # fmt: skip
+  grid_s = data.draw(st.sampled_from([None, 2**-7]))  # then steps end just where things happen
+  if grid_s is not None:
+    requests = [
+      dataclasses.replace(
+        r,
+        arrival_s=round(r.arrival_s / grid_s) * grid_s,
+        timeout_s=r.timeout_s and grid_s * max(1, round(r.timeout_s / grid_s)),
+      )
+      for r in requests
+    ]
   assert_same(
     strategy,
     requests,
+    grid_s=grid_s,
+    link=data.draw(st.sampled_from([LINK, dataclasses.replace(LINK, bytes_per_s=2e3)])),
     cancels=[(rng.randrange(30), rng.uniform(0, end_s)) for _ in range(5)],
-    role_changes=[("mixed0", rng.choice(["prefill", "mixed"]), rng.uniform(0, end_s))],
+    role_changes=[
+      (rng.choice(["mixed0", "decode0"]), role, rng.uniform(0, end_s))
+      for role in rng.choices(["prefill", "decode", "mixed"], k=2)
+    ],
     router=make_router(data.draw(st.sampled_from(["least_loaded", "conductor", "local_cache"]))),
     hand_off=HandOff(reservation=data.draw(st.sampled_from(["request", "prompt"]))),
     num_pages=data.draw(st.sampled_from([32, 40, 64])),
