@@ -23,7 +23,7 @@ def get_config() -> ExperimentConfig:
     workload=WorkloadConfig(
       arrivals="poisson",
       load=0.7,
-      num_requests=60,
+      num_requests=40,
       chat=False,
       lengths=Mix(
         prompt_tokens=(40, 64),

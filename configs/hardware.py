@@ -69,12 +69,30 @@ FITTED_FROM = {
 }
 """Device -> source of `experiments.validation.steps` whose half its fit is."""
 
+# One direction, between one pair of devices. Latencies are assumptions: 10 us inside a node and
+# over InfiniBand (aiconfigurator's A100 system file, which calls it unofficial), 50 us
+# over Ethernet. Rates of NVLink, InfiniBand and PCIe 4.0 x16 are from the same file and its H100
+# sibling, those of Ethernet are their names.
+LINKS: dict[str, Link] = {
+  link.name: link
+  for link in (
+    Link(name="nvlink", latency_s=10e-6, bytes_per_s=300e9),  # A100, third generation
+    Link(name="nvlink4", latency_s=10e-6, bytes_per_s=450e9),  # H100, H200
+    Link(name="hdr200", latency_s=10e-6, bytes_per_s=25e9),
+    PCIE_4,
+    Link(name="100gbe", latency_s=50e-6, bytes_per_s=12.5e9),
+    Link(name="25gbe", latency_s=50e-6, bytes_per_s=3.125e9),  # DistServe's between nodes
+    Link(name="10gbe", latency_s=50e-6, bytes_per_s=1.25e9),
+  )
+}
+
 HARDWARE: dict[str, Device] = {
   "a100": Device(  # SXM, 80 GB
     name="a100",
     peak_flops_per_s=312e12,
     peak_bytes_per_s=2.039e12,
     memory_bytes=84.99e9,
+    link=LINKS["nvlink"],
     fit=Fit(
       gemm_compute=0.704,
       gemm_memory=0.822,
@@ -103,6 +121,7 @@ HARDWARE: dict[str, Device] = {
     peak_flops_per_s=312e12,
     peak_bytes_per_s=2.039e12,
     memory_bytes=84.99e9,
+    link=LINKS["nvlink"],
     fit=Fit(
       gemm_compute=0.892,
       gemm_memory=0.802,
@@ -132,6 +151,7 @@ HARDWARE: dict[str, Device] = {
     peak_flops_per_s=989e12,
     peak_bytes_per_s=3.35e12,
     memory_bytes=84.94e9,
+    link=LINKS["nvlink4"],
     fit=Fit(
       gemm_compute=0.887,
       gemm_memory=0.828,
@@ -159,6 +179,7 @@ HARDWARE: dict[str, Device] = {
     peak_flops_per_s=989e12,
     peak_bytes_per_s=4.8e12,
     memory_bytes=151.4e9,
+    link=LINKS["nvlink4"],
     fit=Fit(
       gemm_compute=0.941,
       gemm_memory=0.848,
@@ -192,6 +213,7 @@ HARDWARE: dict[str, Device] = {
     peak_flops_per_s=362e12,
     peak_bytes_per_s=864e9,
     memory_bytes=48e9,
+    link=LINKS["pcie4"],
     fit=Fit(
       gemm_compute=0.658,
       gemm_memory=0.762,
@@ -300,24 +322,6 @@ HARDWARE: dict[str, Device] = {
     memory_bytes=8e9,
   ),
 }
-
-# One direction, between one pair of devices. Latencies are assumptions: 10 us inside a node and
-# over InfiniBand (aiconfigurator's A100 system file, which calls it unofficial), 50 us
-# over Ethernet. Rates of NVLink, InfiniBand and PCIe 4.0 x16 are from the same file and its H100
-# sibling, those of Ethernet are their names.
-LINKS: dict[str, Link] = {
-  link.name: link
-  for link in (
-    Link(name="nvlink", latency_s=10e-6, bytes_per_s=300e9),  # A100, third generation
-    Link(name="nvlink4", latency_s=10e-6, bytes_per_s=450e9),  # H100, H200
-    Link(name="hdr200", latency_s=10e-6, bytes_per_s=25e9),
-    PCIE_4,
-    Link(name="100gbe", latency_s=50e-6, bytes_per_s=12.5e9),
-    Link(name="25gbe", latency_s=50e-6, bytes_per_s=3.125e9),  # DistServe's between nodes
-    Link(name="10gbe", latency_s=50e-6, bytes_per_s=1.25e9),
-  )
-}
-
 
 def link(name: str) -> Link:
   """A link by name, or of a rate such as `40gbps`.

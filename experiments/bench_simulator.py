@@ -29,7 +29,7 @@ from configs.models import MODELS
 from experiments.program import FLAGS, main, out_folder, whole_file
 from experiments.validation.replay import simulate
 from pdjax.config import SchedulerOptions, parse_pools
-from pdjax.core.events import DecodeRun, Step
+from pdjax.core.events import Step, Stroke
 from pdjax.core.names import pick
 from pdjax.core.request import Request, SamplingParams
 from pdjax.metrics.goodput import summary
@@ -129,7 +129,7 @@ def measure(checked: Checked, scale: int) -> dict:
   )
   end_s = time.process_time()
   num_steps = sum(isinstance(event, Step) for event in log)
-  num_steps += sum(len(event.ends_s) for event in log if isinstance(event, DecodeRun))
+  num_steps += sum(len(event.ends_s) for event in log if isinstance(event, Stroke))
   return {
     "scale": scale,
     "num_requests": len(requests),

@@ -22,7 +22,7 @@ from pdjax.sim.fitting import Errors, Fitted, fit_steps, predict, whole_step
 from pdjax.sim.hardware import Device, Fit, Link
 from pdjax.sim.padded import Padding
 
-PASSES = 3  # over all steps, in a random order each: a machine that slows down slows all of them
+PASSES = 2  # over all steps, in a random order each: a machine that slows down slows all of them
 
 
 class Point(NamedTuple):
@@ -108,7 +108,7 @@ def _spacing_s(
   start_s = time.perf_counter()
   for ticket in [executor.submit(plan, 0.0) for executor in executors]:
     ticket.result()
-  num_steps = max(4, math.ceil(least_s / (time.perf_counter() - start_s)))
+  num_steps = max(2, math.ceil(least_s / (time.perf_counter() - start_s)))
   pending: collections.deque = collections.deque()
   start_s = time.perf_counter()
   for _ in range(num_steps):

@@ -24,7 +24,7 @@ from pdjax.config import ExperimentConfig, PoolSpec, check_platforms
 from pdjax.core.clock import Clock, VirtualClock, WallClock
 from pdjax.core.costs import StepCounts, count_plan, count_slices
 from pdjax.core.device_group import DeviceGroup, split_layers
-from pdjax.core.events import DecodeRun, Event, Step
+from pdjax.core.events import Event, Step, Stroke
 from pdjax.core.model_config import ModelConfig
 from pdjax.core.names import pick
 from pdjax.core.plan import StepPlan
@@ -149,12 +149,13 @@ class SimWorld:
     self._link = link(config.link)
     specs = pools_of(config)
     check_split(specs, self.model, config.hand_off.layer_groups)
-    tp_link, pp_link = (link(name or config.link) for name in (config.tp_link, config.pp_link))
     groups = dict.fromkeys(spec.group for spec in specs)
     widths = {group: self._device(group.hardware).bytes_per_value for group in groups}
     self.bytes_per_value = max(widths.values())  # pages are exchanged, so pools have one type
-    self._latency = {group: self._make_latency(group, tp_link) for group in groups}
-    self._hand_over_s = {group: self._make_latency(group, pp_link).hand_over_s for group in groups}
+    self._latency = {
+      group: self._make_latency(group, self._inside(config.tp_link, group)) for group in groups
+    }
+    self._hand_over_s = {group: self._make_hand_over(group) for group in groups}
     self._pages = {spec.group: self._make_pages(spec.group) for spec in specs}
     self.pages = self._pages[_able(config, "decode")[0].group]
     labels = _all_hardware(config, lambda name: self._device(name).label)
@@ -162,6 +163,16 @@ class SimWorld:
     if config.latency != "roofline":
       self.label += f", step times by {config.latency}"
     self.caveats = [self._caveat(), *_unequal(config), *_beyond_training(self.model, longest)]
+
+  def _inside(self, name: str | None, group: DeviceGroup) -> Link:
+    """What joins devices of a pool: as it is said, or as the device's are joined."""
+    return link(name) if name else self._device(group.hardware).link or self._link
+
+  def _make_hand_over(self, group: DeviceGroup) -> Callable[[int], float]:
+    """What a step takes from one stage to the next, by its tokens."""
+    if group.pp == 1:
+      return self._latency[group].hand_over_s
+    return self._make_latency(group, self._inside(self._config.pp_link, group)).hand_over_s
 
   def _device(self, name: str | None) -> Device:
     if name == INSTANT:
@@ -180,18 +191,21 @@ class SimWorld:
     return "; ".join(["step times are a latency model's, not measured", *dict.fromkeys(found)])
 
   def extrapolated(self, runs: Mapping[str, Iterable[Event]]) -> list[str]:
-    num_steps, beyond = 0, collections.Counter()
+    num_steps, beyond = 0, collections.Counter()  # those that are, by what
     for strategy, log in runs.items():
       models = {spec.name: self._latency[spec.group] for spec in self._config.pools_of(strategy)}
       models = {name: own for name, own in models.items() if has_range(own)}
       for event in log:
-        if isinstance(event, Step | DecodeRun) and event.pool in models:
-          num_steps += 1
-          beyond[models[event.pool].beyond(_last_counts(event))] += 1
-    del beyond[()]
+        if isinstance(event, Step | Stroke) and event.pool in models:
+          # Keys only grow in a stroke: as it begins and as it ends stand for half of it each.
+          each = len(event.ends_s) / 2 if isinstance(event, Stroke) else 0.5
+          num_steps += 2 * each
+          for counts in _first_and_last(event):
+            if found := models[event.pool].beyond(counts):
+              beyond[found[0]] += each
     if not beyond:
       return []
-    (example, *_), _ = beyond.most_common(1)[0]
+    (example, _), *_ = beyond.most_common(1)
     share = beyond.total() / num_steps
     return [f"{share:.0%} of steps lie beyond what was measured ({example}, for one): extrapolated"]
 
@@ -242,12 +256,17 @@ class SimWorld:
   def _every_s(self, spec: PoolSpec, plan: StepPlan) -> float:
     """How long after one such step a busy pool can begin the next.
 
-    Chunks of a prefill pool follow one another through its stages, the longest of which decides. A
-    decode waits for the token of the step before.
+    Chunks follow one another through the stages of a pool, the longest of which decides. Its
+    decodes are cut into a share for each stage: all have their tokens when the longest stage has
+    had every share, and not before a share has gone through all of them.
     """
-    if spec.role == "prefill":
-      return self._latency[spec.group].step_s(plan) * _longest_share(self.model, spec.pp)
-    return self.step_time(spec.group)(count_plan(plan))
+    counts, pp = count_plan(plan), spec.pp
+    latency, longest = self._latency[spec.group], _longest_share(self.model, spec.pp)
+    if plan.kind == "prefill":
+      return latency.terms_of(counts).total_s * longest
+    share = StepCounts(*(-(-n // pp) for n in counts))
+    in_turn_s = pp * latency.terms_of(share).total_s * longest
+    return max(in_turn_s, self.step_time(spec.group)(share))
 
   def prompts(self, lengths, seed: int, *, chat: bool, blocks: Blocks | None) -> None:
     return None
@@ -576,18 +595,19 @@ def largest_step(config: ExperimentConfig, longest_prompt: int) -> int:
   return max(scheduler.token_budget, scheduler.prefill_budget or longest_prompt)
 
 
-def _last_counts(event: Step | DecodeRun) -> StepCounts:
-  """Of a step, or of the last one of a run."""
+def _first_and_last(event: Step | Stroke) -> tuple[StepCounts, StepCounts]:
+  """The counts of the first and the last step of a stroke; of a step, twice its own."""
   if isinstance(event, Step):
-    return count_slices(
+    counts = count_slices(
       prefill_starts=event.prefill_starts,
       prefill_tokens=event.prefill_tokens,
       decode_positions=event.decode_positions,
       num_emitted=len(event.emitted_ids),
     )
+    return counts, counts
   num_decodes = len(event.decode_ids)
   counts = count_slices(decode_positions=event.decode_positions, num_emitted=num_decodes)
-  return later(counts, len(event.ends_s) - 1)
+  return counts, later(counts, len(event.ends_s) - 1)
 
 
 def _instant(device: Device) -> Device:

@@ -246,7 +246,8 @@ class ExperimentConfig:
   this one (`pdjax/remote/hosts.py`).
 
   In simulation `latency` says how long steps take (`configs/latency.py`), `link` joins pools,
-  `tp_link` the devices of a stage and `pp_link` the stages of a pool; None is as `link`.
+  `tp_link` the devices of a stage and `pp_link` the stages of a pool; None is as the devices of a
+  node are joined, or as `link` where that is not known.
   """
 
   model: str = "smollm2-135m"

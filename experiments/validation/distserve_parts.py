@@ -18,6 +18,10 @@ SLO = distserve.SLOS[0]
 LABELS = {"distserve": "DistServe, one prefill and one decode instance", "vllm": "vLLM"}
 MOST_POINTS = {"distserve": 3.0, "vllm": 5.0}
 JUDGED = {"distserve": "shipped", "vllm": "figure 8"}  # of `STEP_TIMES`
+FITTED = {  # to runs of the system that is judged: by others, by us
+  "shipped": "shipped (scaled by its authors to served runs, it is not said which)",
+  "figure 8": "fitted to Figure 8 (end-to-end runs of the same system and first 100 requests)",
+}
 NUM_OVERLOADED = 2  # of the longest runs, drawn with and without memory limits
 
 
@@ -54,13 +58,18 @@ def as_served(data_dir: pathlib.Path, show: Show) -> Section:
   judged = {
     system: {name: replays[JUDGED[system], name] for name in names[system]} for system in names
   }
+  points = {
+    system: {
+      times: _points([replays[times, n] for n in own])
+      for times in distserve.STEP_TIMES
+      if (times, own[0]) in replays
+    }
+    for system, own in names.items()
+  }
   by_times = [("step times", *LABELS.values())]
   for times in distserve.STEP_TIMES:
-    found = {
-      system: [replays[times, n] for n in names[system] if (times, n) in replays]
-      for system in names
-    }
-    by_times.append((times, *(f"{_points(own):.1f}" if own else "" for own in found.values())))
+    cells = (f"{own[times]:.1f}" if times in own else "" for own in points.values())
+    by_times.append((times, *cells))
   without = f"{_points(list(unlimited.values())):.1f}"
   by_times.append((f"{JUDGED['distserve']}, no memory limits", without, ""))
   peer = {run["name"]: run["att"]["200/100"][1] for run in facts["peer_results"]["align"]}
@@ -76,7 +85,10 @@ def as_served(data_dir: pathlib.Path, show: Show) -> Section:
   }
   return Section(
     title=title,
-    reached=[*_reached(judged), _tail_reached(tails)],
+    reached=[
+      *_reached(points, {system: len(own) for system, own in names.items()}),
+      _tail_reached(tails),
+    ],
     text="\n\n".join([_words(markdown_table(by_times), nearby), *tables, _TAIL_WORDS]),
     pictures={
       "attainment.png": functools.partial(draw_attainment, attainment),
@@ -85,12 +97,20 @@ def as_served(data_dir: pathlib.Path, show: Show) -> Section:
   )
 
 
-def _reached(judged: Mapping[str, Mapping[str, Replay]]) -> list[Reached]:
+def _reached(points: Mapping[str, Mapping[str, float]], num_runs: Mapping) -> list[Reached]:
+  """Where we fitted step times to runs, those as published stand in a row of their own."""
   rows = []
-  for system, own in judged.items():
-    points, most = _points(list(own.values())), MOST_POINTS[system]
-    what = f"{LABELS[system]}: RMSE of attainment, {len(own)} runs"
-    rows.append(Reached(what, f"under {most:.0f} points", f"{points:.1f} points", points < most))
+  for system, by_times in points.items():
+    judged, most = JUDGED[system], MOST_POINTS[system]
+    what = f"{LABELS[system]}: RMSE of attainment, {num_runs[system]} runs, step times "
+    published = {times: own for times, own in by_times.items() if times in ("shipped", "profiled")}
+    told = ", ".join(f"{times} {own:.1f}" for times, own in published.items() if times != judged)
+    asked = f"under {most:.0f} points"
+    if judged not in published:
+      is_met = max(published.values()) < most
+      rows.append(Reached(f"{what}as published", asked, f"{told} points", is_met))
+    found = f"{by_times[judged]:.1f} points{f'; {told}' if judged in published else ''}"
+    rows.append(Reached(f"{what}{FITTED[judged]}", asked, found, by_times[judged] < most))
   return rows
 
 
@@ -182,8 +202,15 @@ Root mean square error of attainment in points, by where step times come from:
 
 Judged is {JUDGED["distserve"]} for DistServe and {JUDGED["vllm"]} for vLLM: vLLM's shipped factors
 were chosen in a simulator that leaves padding out, so here it would count twice. This choice was
-made in knowledge of the table. Run vllm-100-2 was slow by itself: the same first requests have
-a lower TPOT in vllm-250-2.5, at a higher rate."""
+made in knowledge of the table. So the last row of vLLM is no prediction from operators: Figure 8
+has runs of the same vLLM on the same device, and the first hundred requests, served at 0.25 to 3 a
+second, are in every run here. Only profiled step times were never fitted to what was served.
+
+To all of them come what simdistserve adds, {distserve.SIMDISTSERVE["host_s"] * MS:g} ms a step for
+Ray and {distserve.SIMDISTSERVE["stage_s"] * MS:g} ms for a stage of prompts, and
+{distserve.NVLINK.latency_s * MS:g} ms at the start of a copy, which the paper's Figure 10 gives.
+Run vllm-100-2 was slow by itself: the same first requests have a lower TPOT in vllm-250-2.5, at a
+higher rate."""
 
 
 _TAIL_WORDS = """In overload requests wait until the decode instance has room, meanwhile hold the

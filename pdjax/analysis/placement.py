@@ -174,22 +174,47 @@ def pools_for_rate(rate_rps: float, goodput_rps: float) -> int:
   return max(1, math.ceil(rate_rps / goodput_rps))
 
 
+def units_on(cluster: Nodes, unit: Placement) -> int:
+  """How many of a segmented placement the nodes hold, each within a group of its `segments`."""
+  per_group = cluster.devices_per_node * unit.segments // unit.num_devices
+  return cluster.num_nodes // unit.segments * per_group
+
+
+def holds(cluster: Nodes, placement: Placement) -> bool:
+  """Whether every stage of every pool has its devices on one node.
+
+  Stages take the first node with room, the largest first, which may miss the only way.
+  """
+  free = [cluster.devices_per_node] * cluster.num_nodes
+  pools = [placement.prefill] * placement.num_prefill + [placement.decode] * placement.num_decode
+  for tp in sorted((shape.tp for shape in pools for _ in range(shape.pp)), reverse=True):
+    node = next((i for i, num_free in enumerate(free) if num_free >= tp), None)
+    if node is None:
+      return False
+    free[node] -= tp
+  return True
+
+
 def most_on(
-  num_devices: int,
+  cluster: Nodes,
   prefill: Iterable[tuple[Shape, float]],
   decode: Iterable[tuple[Shape, float]],
 ) -> Placement | None:
-  """The placement that serves most on so many devices, of shapes with the goodput of a pool each.
+  """The placement that serves most on the cluster, of shapes with the goodput of a pool each.
 
   The slower role decides. Of equal ones that with fewest devices; None where none fits.
   """
+  num_devices = cluster.num_devices
   best: tuple[float, int, Placement] | None = None
   for (p, prefill_rps), (d, decode_rps) in itertools.product(prefill, list(decode)):
     for n in range(1, (num_devices - d.num_devices) // p.num_devices + 1):
-      m = (num_devices - n * p.num_devices) // d.num_devices
-      m = min(m, pools_for_rate(n * prefill_rps, decode_rps))  # more would be idle
-      placement = Placement(prefill=p, decode=d, num_prefill=n, num_decode=m)
-      served_rps = min(n * prefill_rps, m * decode_rps)
-      if best is None or (served_rps, -placement.num_devices) > best[:2]:
-        best = served_rps, -placement.num_devices, placement
+      most = (num_devices - n * p.num_devices) // d.num_devices
+      most = min(most, pools_for_rate(n * prefill_rps, decode_rps))  # more would be idle
+      for m in range(most, 0, -1):
+        placement = Placement(prefill=p, decode=d, num_prefill=n, num_decode=m)
+        if holds(cluster, placement):
+          served_rps = min(n * prefill_rps, m * decode_rps)
+          if best is None or (served_rps, -placement.num_devices) > best[:2]:
+            best = served_rps, -placement.num_devices, placement
+          break
   return None if best is None else best[2]

@@ -64,10 +64,3 @@ def search_rate(
     else:
       failed = middle_rps
   return RateBound(passed_rps=passed, failed_rps=failed)
-
-
-def most_probes(tolerance: float, doublings: int = 0) -> int:
-  """How many rates `search_rate` probes at most, if the guess had to be doubled so often."""
-  ratio = 2.0 if doublings else 1 / FLOOR_SHARE
-  steps = math.ceil(math.log2(math.log(ratio) / math.log1p(tolerance)))
-  return max(0, steps) + (doublings + 1 if doublings else 2)

@@ -20,7 +20,10 @@ from pdjax.metrics.latency import (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-  """One run at one rate, in the numbers that targets are about. Absent values are None."""
+  """One run at one rate, in the numbers that targets are about. Absent values are None.
+
+  `caveats` are what a reader must know of all its step times, `extrapolated` of some of them.
+  """
 
   rate_rps: float
   num_requests: int
@@ -36,6 +39,8 @@ class Outcome:
   tpot_p99_s: float | None
   itl_p99_s: float | None
   queue_p50_s: float | None
+  caveats: tuple[str, ...] = ()
+  extrapolated: tuple[str, ...] = ()
 
 
 def outcome_of(records: Mapping[int, RequestRecord], slo: Slo, rate_rps: float) -> Outcome:

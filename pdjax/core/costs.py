@@ -24,7 +24,7 @@ class StepCounts(NamedTuple):
   `num_prefill_pairs`: (query, key) pairs under the causal mask. `num_prefill_keys` and
   `num_decode_keys`: cached tokens that the slices read, their own included. `num_emitted`: rows
   that go through the LM head, one per decode and per prefill slice that ends its prompt.
-  `num_prefills`: slices of prompts; who estimates a step may leave it 0, which is taken for one.
+  `num_prefills`: slices of prompts; who estimates a step may leave it 0: some number of them.
   """
 
   num_prefill_tokens: int = 0

@@ -46,8 +46,8 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeRun:
-  """Decode steps of one pool that followed one another without a change: a simulator's stroke.
+class Stroke:
+  """Decode steps of one pool that followed one another without a change, as a simulator takes them.
 
   Each has a token of every request in `decode_ids`, a position further than the one before, and
   ends at its own of `ends_s`, where the next begins. `step_id` and `decode_positions` are the
@@ -165,7 +165,7 @@ class PoolChanged:
   reason: str
 
 
-Event = Arrived | Step | DecodeRun | Preempted | Copied | Fetched | Finished | Failed | PoolChanged
+Event = Arrived | Step | Stroke | Preempted | Copied | Fetched | Finished | Failed | PoolChanged
 _KINDS = {cls.__name__.lower(): cls for cls in typing.get_args(Event)}
 
 
@@ -186,9 +186,9 @@ class EventLog:
 
 
 def each_step(log: Iterable[Event]) -> Iterator[Step]:
-  """The steps of a log, those of runs one at a time."""
+  """The steps of a log, those of strokes one at a time."""
   for event in log:
-    if isinstance(event, DecodeRun):
+    if isinstance(event, Stroke):
       yield from event.steps()
     elif isinstance(event, Step):
       yield event

@@ -17,12 +17,12 @@ import numpy as np
 from pdjax.core.events import (
   Arrived,
   Copied,
-  DecodeRun,
   Event,
   Failed,
   Finished,
   Preempted,
   Step,
+  Stroke,
   each_step,
 )
 
@@ -121,7 +121,7 @@ def request_records(log: Iterable[Event]) -> dict[int, RequestRecord]:
           found = drafts[request_id]
           found.token_s.append(end_s)
           found.token_ids.append(token_id)
-      case DecodeRun():
+      case Stroke():
         _start(drafts, event.decode_ids, event)
         ends_s, tokens = event.ends_s, (0,) * len(event.ends_s)
         for request_id in event.decode_ids:
@@ -193,7 +193,7 @@ def _find(drafts: Mapping[int, _Draft], request_id: int, event: Event) -> _Draft
 
 
 def _start(
-  drafts: Mapping[int, _Draft], request_ids: Iterable[int], event: Step | DecodeRun
+  drafts: Mapping[int, _Draft], request_ids: Iterable[int], event: Step | Stroke
 ) -> None:
   """Notes that a step has a part of these requests. A loop, as it runs for every token."""
   start_s, pool = event.start_s, event.pool

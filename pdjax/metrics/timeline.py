@@ -14,7 +14,6 @@ from typing import Any
 from pdjax.core.events import (
   Arrived,
   Copied,
-  DecodeRun,
   Event,
   Failed,
   Fetched,
@@ -22,6 +21,7 @@ from pdjax.core.events import (
   PoolChanged,
   Preempted,
   Step,
+  Stroke,
 )
 from pdjax.core.model_config import ModelConfig
 from pdjax.metrics.utilisation import step_work
@@ -61,7 +61,7 @@ def chrome_trace(
 
   for event in log:
     match event:
-      case Step() | DecodeRun():
+      case Step() | Stroke():
         rows.append(_step_row(event, pids[event.pool], config, bytes_per_value))
       case Preempted() | Failed():
         failed = isinstance(event, Failed)
@@ -96,7 +96,7 @@ def chrome_trace(
 
   copies = sorted((e for e in log if isinstance(e, Copied)), key=lambda c: c.begin_s)
   lanes = _lanes(copies)
-  ends = _step_before_and_after(copies, [e for e in log if isinstance(e, Step | DecodeRun)])
+  ends = _step_before_and_after(copies, [e for e in log if isinstance(e, Step | Stroke)])
   for number, (copy, lane, (before, after)) in enumerate(zip(copies, lanes, ends, strict=True)):
     rows += _copy_rows(copy, number, handoff_pid, lane, before, after, pids)
 
@@ -143,9 +143,9 @@ def write_chrome_trace(
 
 
 def _step_row(
-  step: Step | DecodeRun, pid: int, config: ModelConfig | None, bytes_per_value: float
+  step: Step | Stroke, pid: int, config: ModelConfig | None, bytes_per_value: float
 ) -> dict[str, Any]:
-  is_run = isinstance(step, DecodeRun)
+  is_stroke = isinstance(step, Stroke)
   work = step_work(step, config, bytes_per_value=bytes_per_value)
   args = {
     "step_id": step.step_id,
@@ -153,7 +153,7 @@ def _step_row(
     "prefill_tokens": work.num_prefill_tokens,
     "decode_rows": len(step.decode_ids),
     "tokens": work.num_tokens,
-    "emitted": work.num_decode_tokens if is_run else len(step.emitted_ids),
+    "emitted": work.num_decode_tokens if is_stroke else len(step.emitted_ids),
   }
   if config is not None:
     args |= {
@@ -162,7 +162,7 @@ def _step_row(
       "flop_per_byte": work.flop_per_byte,
     }
   return {
-    "name": f"{step.kind} x {work.num_steps}" if is_run else step.kind,
+    "name": f"{step.kind} x {work.num_steps}" if is_stroke else step.kind,
     "cat": "step",
     "ph": "X",
     **_when(step.start_s, step.end_s),
@@ -177,8 +177,8 @@ def _copy_rows(
   number: int,
   pid: int,
   lane: int,
-  before: Step | DecodeRun | None,
-  after: Step | DecodeRun | None,
+  before: Step | Stroke | None,
+  after: Step | Stroke | None,
   pids: dict[str, int],
 ) -> list[dict[str, Any]]:
   """The copy and its arrow. An arrow binds to the slice that is open at its own time."""
@@ -233,11 +233,11 @@ def _lanes(copies: list[Copied]) -> list[int]:
 
 
 def _step_before_and_after(
-  copies: list[Copied], steps: list[Step | DecodeRun]
-) -> list[tuple[Step | DecodeRun | None, Step | DecodeRun | None]]:
+  copies: list[Copied], steps: list[Step | Stroke]
+) -> list[tuple[Step | Stroke | None, Step | Stroke | None]]:
   """For each copy the last source step of its request before it and the first target step after."""
   wanted = {c.request_id for c in copies}
-  of_request: dict[int, list[Step | DecodeRun]] = {}
+  of_request: dict[int, list[Step | Stroke]] = {}
   for step in steps:
     prefill_ids = step.prefill_ids if isinstance(step, Step) else ()
     for request_id in wanted.intersection((*prefill_ids, *step.decode_ids)):

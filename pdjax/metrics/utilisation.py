@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from pdjax.core.costs import StepCounts, count_slices, step_costs, total_bytes, total_flops
-from pdjax.core.events import Arrived, Copied, DecodeRun, Event, Step
+from pdjax.core.events import Arrived, Copied, Event, Step, Stroke
 from pdjax.core.model_config import ModelConfig
 
 
@@ -69,14 +69,14 @@ class PoolUsage:
 
 
 def step_work(
-  step: Step | DecodeRun, config: ModelConfig | None = None, *, bytes_per_value: float = 2
+  step: Step | Stroke, config: ModelConfig | None = None, *, bytes_per_value: float = 2
 ) -> Work:
-  """The work of one step, or of a run of them; FLOPs and bytes where the model is given.
+  """The work of one step, or of those in a stroke; FLOPs and bytes where the model is given.
 
   `bytes_per_value` is the width of weights, K, V and activations.
   """
-  if isinstance(step, DecodeRun):
-    return _run_work(step, config, bytes_per_value)
+  if isinstance(step, Stroke):
+    return _stroke_work(step, config, bytes_per_value)
   flops = num_bytes = None
   if config is not None:
     # Every decode row goes through the LM head, also one whose token nobody waits for any more.
@@ -99,12 +99,12 @@ def step_work(
   )
 
 
-def _run_work(run: DecodeRun, config: ModelConfig | None, bytes_per_value: float) -> Work:
-  num_steps, num_decodes = len(run.ends_s), len(run.decode_ids)
+def _stroke_work(stroke: Stroke, config: ModelConfig | None, bytes_per_value: float) -> Work:
+  num_steps, num_decodes = len(stroke.ends_s), len(stroke.decode_ids)
   flops = num_bytes = None
   if config is not None:
     # What a step costs grows by the same with each: the sum is that of the first and the last.
-    first = count_slices(decode_positions=run.decode_positions, num_emitted=num_decodes)
+    first = count_slices(decode_positions=stroke.decode_positions, num_emitted=num_decodes)
     num_keys = first.num_decode_keys + (num_steps - 1) * num_decodes
     (flops, num_bytes), (last_flops, last_bytes) = (
       _cost(counts, config, bytes_per_value)
@@ -114,7 +114,7 @@ def _run_work(run: DecodeRun, config: ModelConfig | None, bytes_per_value: float
     num_bytes = num_steps * (num_bytes + last_bytes) / 2
   return Work(
     num_steps=num_steps,
-    busy_s=run.end_s - run.start_s,
+    busy_s=stroke.end_s - stroke.start_s,
     num_decode_tokens=num_steps * num_decodes,
     flops=flops,
     num_bytes=num_bytes,
@@ -136,7 +136,7 @@ def span_s(log: Iterable[Event]) -> float:
   """From the first arrival, step or copy to the end of the last event; 0 for an empty log."""
   starts_s, ends_s = [], []
   for event in log:
-    extended = isinstance(event, Step | DecodeRun | Copied)
+    extended = isinstance(event, Step | Stroke | Copied)
     ends_s.append(event.end_s if extended else event.time_s)
     if extended or isinstance(event, Arrived):
       starts_s.append(event.start_s if extended else event.time_s)
@@ -150,7 +150,7 @@ def pool_usage(
   log = list(log)
   by_pool: dict[str, dict[str, Work]] = {}
   for step in log:
-    if isinstance(step, Step | DecodeRun):
+    if isinstance(step, Step | Stroke):
       work = step_work(step, config, bytes_per_value=bytes_per_value)
       kinds = by_pool.setdefault(step.pool, {})
       kinds[step.kind] = kinds[step.kind] + work if step.kind in kinds else work

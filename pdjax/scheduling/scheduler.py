@@ -179,7 +179,7 @@ class Scheduler:
     self.unreported_preemptions: list[int] = []
     self.unreported_swaps: tuple[dict[int, Swap], list[int]] = ({}, [])  # outs, and drops
     self.pages_owed: dict[int, int] = {}  # running request -> pages it could not get; see `_grow`
-    self.num_changes = 0  # from outside: a run of steps that began before one may not go on
+    self.num_changes = 0  # from outside: a stroke that began before one may not go on
     self._next_step_id = 0
     self._admits_nobody = False  # the policy, in such a step as its last
     self._in_flight: collections.deque[StepPlan] = collections.deque()
@@ -462,10 +462,10 @@ class Scheduler:
 
     return bisect.bisect_left(range(1, most + 1), True, key=is_too_long)
 
-  def advance_run(
+  def advance_stroke(
     self, plan: StepPlan, num_steps: int, *, num_under_way: int = 1
   ) -> list[Sequence]:
-    """Applies steps of a run (`steady_steps`) that have ended; the next one is under way.
+    """Applies steps of a stroke (`steady_steps`) that have ended; the next one is under way.
 
     Returns those that have all their tokens.
     """
@@ -481,7 +481,7 @@ class Scheduler:
       self.output_tokens_left -= num_steps
       if num_scheduled > seq.room_tokens:
         if self.pages.grow(seq.row, num_scheduled) is None:
-          raise RuntimeError(f"request {request_id}: a run went on for which there was no page")
+          raise RuntimeError(f"request {request_id}: a stroke went on for which there was no page")
         self.update_room(seq)
       if num_computed >= seq.publish_at_tokens:
         self._publish(seq)
@@ -489,10 +489,10 @@ class Scheduler:
         done.append(seq)
     return done
 
-  def commit_run(
+  def commit_stroke(
     self, plan: StepPlan, num_steps: int, num_done: int
   ) -> tuple[Outcome, frozenset[int]]:
-    """Ends a run of `num_steps`, of which `num_done` were applied before.
+    """Ends a stroke of `num_steps`, of which `num_done` were applied before.
 
     The outcome has what has finished. Beside it, who left during the last step and got no token.
     """
@@ -500,7 +500,7 @@ class Scheduler:
     self._next_step_id = plan.step_id + num_steps
     gone = frozenset(plan.decodes.request_ids) - self.running.keys()
     outcome = Outcome()
-    for seq in self.advance_run(plan, num_steps - num_done, num_under_way=0):
+    for seq in self.advance_stroke(plan, num_steps - num_done, num_under_way=0):
       self.drop(seq.request_id)
       outcome.finished.append((seq, "length"))
     self._release_rows(plan)

@@ -23,18 +23,18 @@ from pdjax.scheduling.routing import (
   least_loaded,
 )
 from pdjax.scheduling.scheduler import Policy, Scheduler, SchedulerConfig
-from pdjax.serving.executor import Executor, Handle, PageShape, Run
+from pdjax.serving.executor import Executor, Handle, PageShape, StrokeTicket
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Stroke:
-  """A run of steps in flight, of which the scheduler knows the first `num_done`.
+class StrokeInFlight:
+  """Steps in flight in one stroke, of which the scheduler knows the first `num_done`.
 
   It goes on as long as the scheduler has seen `num_changes`, as when it began.
   """
 
   plan: StepPlan
-  ticket: Run
+  ticket: StrokeTicket
   num_changes: int
   num_done: int = 0
 
@@ -55,7 +55,7 @@ class Pool:
   in_flight: collections.deque[tuple[StepPlan, Ticket, float]] = dataclasses.field(
     default_factory=collections.deque
   )  # plan, ticket, submit time; oldest first
-  stroke: Stroke | None = None  # then that is what is in flight
+  stroke: StrokeInFlight | None = None  # then that is what is in flight
   last_end_s: float = 0.0
   predicted_s: float = 0.0  # time of the newest step in flight; 0 where nobody knows
   host_s: float = 0.0  # time to plan and to start a step, of late

@@ -52,7 +52,7 @@ class PoolLost(Exception):
   """
 
 
-class Run(Ticket, Protocol):
+class StrokeTicket(Ticket, Protocol):
   """A ticket of steps that follow one another, each ending at its own of `ends_s`, ascending."""
 
   ends_s: list[float]
@@ -73,7 +73,7 @@ class Executor(Protocol):
 
   `is_up` False: the pool was lost and is not back yet; nothing may be asked of it.
 
-  `repeats`: it knows how long steps take before they begin, and takes many at once (`submit_run`).
+  `repeats`: it knows how long steps take before they begin, and takes many in one stroke.
   """
 
   vocab_size: int | None
@@ -97,7 +97,9 @@ class Executor(Protocol):
     """
     ...
 
-  def submit_run(self, plan: StepPlan, now_s: float, num_steps: int, until_s: float | None) -> Run:
+  def submit_stroke(
+    self, plan: StepPlan, now_s: float, num_steps: int, until_s: float | None
+  ) -> StrokeTicket:
     """Starts a step of decodes so many times, each a position further. Only where it `repeats`.
 
     Fewer times will do where those that are left would begin after `until_s`.

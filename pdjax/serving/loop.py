@@ -17,7 +17,6 @@ from pdjax.core.costs import count_plan
 from pdjax.core.events import (
   Arrived,
   Copied,
-  DecodeRun,
   EventLog,
   Failed,
   Fetched,
@@ -25,6 +24,7 @@ from pdjax.core.events import (
   PoolChanged,
   Preempted,
   Step,
+  Stroke,
 )
 from pdjax.core.plan import StepPlan
 from pdjax.core.request import Request
@@ -32,11 +32,11 @@ from pdjax.core.sequence import Sequence, State
 from pdjax.scheduling.planner import Planner, Planning, PoolState
 from pdjax.scheduling.routing import Rejected
 from pdjax.scheduling.scheduler import FinishReason, Outcome, length_or_stop
-from pdjax.serving.cluster import Cluster, Part, Pool, Prefetch, Stroke, Transfer
-from pdjax.serving.executor import Handle, PoolLost, Run, export_bytes
+from pdjax.serving.cluster import Cluster, Part, Pool, Prefetch, StrokeInFlight, Transfer
+from pdjax.serving.executor import Handle, PoolLost, StrokeTicket, export_bytes
 
 GRACE_S = 10.0
-_MOST_STEPS = 256  # in a run: most are cut short, and every end is computed beforehand
+_MOST_STEPS = 256  # in a stroke: most are cut short, and every end is computed beforehand
 _LOOK_S = 0.01  # from one look at a pool that is down to the next
 
 
@@ -172,8 +172,8 @@ class Inbox:
 class Turn:
   """What happened in one turn of the loop.
 
-  `num_tokens` were computed. `tokens` has them, but for those of a simulator's run of steps, which
-  are only counted. `sequences` has those that got one (of a run, those that ended with it), by
+  `num_tokens` were computed. `tokens` has them, but for those of a simulator's strokes, which are
+  only counted. `sequences` has those that got one (of a stroke, those that ended with it), by
   request id: their output so far, and of those that ended the output that is kept.
   """
 
@@ -214,6 +214,9 @@ def serve(
   A step or a copy that never ends holds up its requests until they time out or are cancelled
   (`Request.timeout_s`), and its pages for ever. When all requests have ended, what still runs is
   waited for `grace_s` at most, so that its pages come back, and then left.
+
+  An executor that knows its step times (`repeats`, a simulator) has one step in flight, or as many
+  decode steps as follow one another without a change, in one stroke: such turns are further apart.
 
   Raises:
     RuntimeError: work is left but no pool can move (a fault in a policy; never silent).
@@ -280,7 +283,7 @@ class _Loop:
       tickets.append(prefetch.ticket)
     return tickets
 
-  # Runs of steps, in simulation ----------------------------------------------------------------
+  # Steps in one stroke, in simulation ---------------------------------------------------------
 
   def _settle(self, turn: Turn) -> None:
     """Lets schedulers know of steps that have ended, as somebody is about to look at them."""
@@ -288,11 +291,11 @@ class _Loop:
       if (stroke := pool.stroke) is not None:
         num_ended = bisect.bisect_right(stroke.ticket.ends_s, turn.now_s)
         if num_ended > stroke.num_done:
-          pool.scheduler.advance_run(stroke.plan, num_ended - stroke.num_done)
+          pool.scheduler.advance_stroke(stroke.plan, num_ended - stroke.num_done)
           stroke.num_done = num_ended
 
   def _cut(self, turn: Turn) -> None:
-    """Ends runs after the step under way where something else may be planned now."""
+    """Ends strokes after the step under way where something else may be planned now."""
     for pool in self.cluster.pools:
       stroke = pool.stroke
       if stroke is not None and stroke.num_changes != pool.scheduler.num_changes:
@@ -594,9 +597,9 @@ class _Loop:
           self.log.append(Preempted(time_s=now_s, request_id=request_id, pool=pool.name))
         num_steps = self._num_steps(pool, plan)
         if num_steps > 1:
-          run = pool.executor.submit_run(plan, now_s, num_steps, self.inbox.next_s())
-          pool.in_flight.append((plan, run, now_s))
-          pool.stroke = Stroke(plan, run, pool.scheduler.num_changes)
+          ticket = pool.executor.submit_stroke(plan, now_s, num_steps, self.inbox.next_s())
+          pool.in_flight.append((plan, ticket, now_s))
+          pool.stroke = StrokeInFlight(plan, ticket, pool.scheduler.num_changes)
           break
         streams = self._open_streams(pool, plan, turn)
         begun = self._groups_to_begin(pool, plan, streams) if streams else []
@@ -632,7 +635,7 @@ class _Loop:
         if pool.stroke is None:
           self._commit_step(pool, turn)
         else:
-          self._commit_run(pool, turn)
+          self._commit_stroke(pool, turn)
     for transfer in self.cluster.transfers:
       for part in [p for p in transfer.parts if _has_ended(p.ticket, turn.now_s)]:
         self._commit_part(transfer, part, turn)
@@ -674,14 +677,14 @@ class _Loop:
         if seq.state is not State.ENDED:
           self._leave(pool, seq)
 
-  def _commit_run(self, pool: Pool, turn: Turn) -> None:
-    plan, run, submit_s = pool.in_flight.popleft()
+  def _commit_stroke(self, pool: Pool, turn: Turn) -> None:
+    plan, ticket, submit_s = pool.in_flight.popleft()
     num_done, pool.stroke = pool.stroke.num_done, None
-    start_s, ends_s = max(submit_s, pool.last_end_s), run.ends_s
-    outcome, gone = pool.scheduler.commit_run(plan, len(ends_s), num_done)
+    start_s, ends_s = max(submit_s, pool.last_end_s), ticket.ends_s
+    outcome, gone = pool.scheduler.commit_stroke(plan, len(ends_s), num_done)
     pool.last_end_s = ends_s[-1]
     ids = plan.decodes.request_ids
-    run_event = DecodeRun(
+    stroke = Stroke(
       pool=pool.name,
       step_id=plan.step_id,
       start_s=start_s,
@@ -690,9 +693,9 @@ class _Loop:
       decode_positions=plan.decodes.positions,
     )
     if not gone:
-      self.log.append(run_event)
+      self.log.append(stroke)
     else:
-      *before, last = run_event.steps()
+      *before, last = stroke.steps()
       emitted = tuple(i for i in ids if i not in gone)
       for step in before:
         self.log.append(step)
@@ -1038,10 +1041,10 @@ def _has_ended(ticket: Ticket, now_s: float) -> bool:
   return ticket.is_ready() if ticket.finish_s is None else ticket.finish_s <= now_s
 
 
-def _ends_at(run: Run, now_s: float) -> bool:
+def _ends_at(ticket: StrokeTicket, now_s: float) -> bool:
   """Whether one of its steps ends just now."""
-  place = bisect.bisect_left(run.ends_s, now_s)
-  return place < len(run.ends_s) and run.ends_s[place] == now_s
+  place = bisect.bisect_left(ticket.ends_s, now_s)
+  return place < len(ticket.ends_s) and ticket.ends_s[place] == now_s
 
 
 def _step_event(pool: Pool, plan: StepPlan, outcome: Outcome, start_s: float, end_s: float) -> Step:

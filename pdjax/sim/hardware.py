@@ -170,7 +170,8 @@ def smooth_max(a: T, b: T, p: float) -> T:
 class Device:
   """One accelerator. Peaks are dense 16-bit FLOP/s and bytes/s, in powers of ten.
 
-  Weights, K, V and activations have `bytes_per_value` there.
+  Weights, K, V and activations have `bytes_per_value` there. `link` joins the devices of a node:
+  what a fit says of all-reduces is of this one.
 
   `fit` None is a device that nobody measured: its times are what the data sheet promises, which is
   30 to 60 % too fast, and must be shown as uncalibrated.
@@ -184,6 +185,7 @@ class Device:
   peak_bytes_per_s: float
   memory_bytes: float
   bytes_per_value: float = 2
+  link: Link | None = None
   fit: Fit | None = None
 
   def __post_init__(self):

@@ -73,13 +73,18 @@ class Roofline(LatencyModel):
     found = []
     if self.tp > 1 and fit.all_reduce_share is None:
       found.append(f"nobody measured all-reduces of {name}: they take what {self.link.name} says")
+    elif self.tp > 1 and self.device.link not in (None, self.link):
+      found.append(
+        f"all-reduces of {name} were measured over {self.device.link.name}, not {self.link.name}"
+      )
     if not fit.host_s:
       found.append(f"nobody measured host time per step on {name}: it takes none")
     return tuple(found)
 
   def terms_of(self, counts: StepCounts) -> StepTerms:
     fit = self.device.fit or _IDEAL
-    host_s = fit.host_s + fit.host_row_s * (counts.num_decodes + counts.num_prefills)
+    num_prefills = counts.num_prefills or bool(counts.num_prefill_tokens)
+    host_s = fit.host_s + fit.host_row_s * (counts.num_decodes + num_prefills)
     if self.fused or not (counts.num_prefill_tokens and counts.num_decodes):
       return StepTerms(*self._forward(counts), host_s)
     halves = [self._forward(half) for half in counts.split()]

@@ -115,7 +115,8 @@ class Silicon(LatencyModel):
     return self._tables.decode_steps_s(counts, num_steps) + self._host_s(counts)
 
   def _host_s(self, counts: StepCounts) -> float:
-    return self.host_s + self.host_row_s * (counts.num_decodes + counts.num_prefills)
+    num_prefills = counts.num_prefills or bool(counts.num_prefill_tokens)
+    return self.host_s + self.host_row_s * (counts.num_decodes + num_prefills)
 
   def hand_over_s(self, num_tokens: int) -> float:
     return self._tables.hand_over_s(num_tokens)

@@ -29,8 +29,8 @@ class SimTicket:
     return self.value
 
 
-class SimRun:
-  """A `Run` of one device, which is busy until its end."""
+class SimStroke:
+  """A `StrokeTicket` of one device, which is busy until its end."""
 
   def __init__(self, ends_s: list[float], busy_until_s: list[float]):
     self._busy_until_s = busy_until_s
@@ -62,10 +62,10 @@ class SimExecutor:
   """One pool's device. Keeps when its steps end; steps queue, copies run beside them.
 
   `step_s` is the latency model; `steps_s(plan, num_steps)` that of a decode step and those after
-  it, without which it takes no runs. `link` is the way in from other pools: one copy after another.
-  A copy of n tokens moves n * `bytes_per_token` bytes, or the share of its layers, over as many
-  links at once as both pools have devices that send and receive: `num_links` in each stage that has
-  some of the layers. A step waits for the swaps before it, which go over `host_link`.
+  it, without which it takes no strokes. `link` is the way in from other pools: one copy after
+  another. A copy of n tokens moves n * `bytes_per_token` bytes, or the share of its layers, over as
+  many links at once as both pools have devices that send and receive: `num_links` in each stage
+  that has some of the layers. A step waits for the swaps before it, which go over `host_link`.
 
   A step computes the layers of one of `layer_groups` after those of another, in shares of its time.
   In a pipeline of `num_stages` each stage has as many groups and is busy on its own: steps follow
@@ -125,9 +125,9 @@ class SimExecutor:
       }
     return SimTicket(finish_s=ends_s[-1], value=result)
 
-  def submit_run(
+  def submit_stroke(
     self, plan: StepPlan, now_s: float, num_steps: int, until_s: float | None
-  ) -> SimRun:
+  ) -> SimStroke:
     at_s = max(now_s, self._busy_until_s[0])
     ends_s = []
     for step_s in self._steps_s(plan, num_steps).tolist():
@@ -135,7 +135,7 @@ class SimExecutor:
       ends_s.append(at_s)
       if until_s is not None and at_s > until_s:
         break
-    return SimRun(ends_s, self._busy_until_s)
+    return SimStroke(ends_s, self._busy_until_s)
 
   def export(self, handle: Handle, *, page_ids: tuple[int, ...], now_s: float) -> Handle:
     return dataclasses.replace(

@@ -1,4 +1,4 @@
-"""Runs of decode steps in one stroke: the history of a step at a time, in less time."""
+"""Decode steps in one stroke: the history of a step at a time, in less time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from virtual import make_cluster, make_requests, run
 
 from pdjax.core.costs import count_plan
-from pdjax.core.events import DecodeRun, Step, each_step, read_events, write_events
+from pdjax.core.events import Step, Stroke, each_step, read_events, write_events
 from pdjax.core.model_config import ModelConfig
 from pdjax.core.request import SamplingParams
 from pdjax.metrics.latency import interference, request_records
@@ -66,7 +66,7 @@ def history(
   role_changes=(),
   **options,
 ):
-  """The log of one run, with runs of steps or without. All steps take `grid_s`, if it is given."""
+  """The log of one run, with strokes or without. All steps take `grid_s`, if it is given."""
   cluster = make_cluster(strategy, **options)
   for pool in cluster.pools:
     if policy is not None:
@@ -95,14 +95,14 @@ def by_pool(log):
 
 
 def others(log):
-  return sorted(repr(e) for e in log if not isinstance(e, Step | DecodeRun))
+  return sorted(repr(e) for e in log if not isinstance(e, Step | Stroke))
 
 
 def assert_same(strategy, requests, **options):
   """Returns the log in strokes."""
   stepped = history(strategy, requests, in_strokes=False, **options)
   stroked = history(strategy, requests, in_strokes=True, **options)
-  assert not any(isinstance(e, DecodeRun) for e in stepped)
+  assert not any(isinstance(e, Stroke) for e in stepped)
   assert by_pool(stroked) == by_pool(stepped)
   assert others(stroked) == others(stepped)
   return stroked
@@ -118,8 +118,8 @@ def assert_same(strategy, requests, **options):
 def test_strokes_give_the_history_of_single_steps(strategy, rate_rps):
   requests = make_requests(60, seed=3, rate_rps=rate_rps, output=(1, 60))
   log = assert_same(strategy, requests)
-  runs = [e for e in log if isinstance(e, DecodeRun)]
-  assert sum(len(e.ends_s) for e in runs) > 2 * len(runs) > 0
+  strokes = [e for e in log if isinstance(e, Stroke)]
+  assert sum(len(e.ends_s) for e in strokes) > 2 * len(strokes) > 0
 
 
 def test_a_policy_that_does_not_say_that_its_steps_repeat_takes_them_one_at_a_time():
@@ -194,14 +194,14 @@ def test_strokes_give_the_history_of_single_steps_whatever_happens(data):
   )
 
 
-def test_a_run_ends_where_a_sequence_does_and_at_an_arrival():
+def test_a_stroke_ends_where_a_sequence_does_and_at_an_arrival():
   first, second = make_requests(2, seed=1, prompt=(8, 8), output=(40, 40))
   second = dataclasses.replace(second, arrival_s=first.arrival_s + 0.1)
   log = history("mixed", [first, second], in_strokes=True)
-  runs = [e for e in log if isinstance(e, DecodeRun) and e.pool == "mixed0"]
-  assert runs[0].ends_s[-2] < second.arrival_s <= runs[0].end_s  # the step under way goes on
+  strokes = [e for e in log if isinstance(e, Stroke) and e.pool == "mixed0"]
+  assert strokes[0].ends_s[-2] < second.arrival_s <= strokes[0].end_s  # the step under way goes on
   ends_s = {r.finish_s for r in request_records(log).values()}
-  assert ends_s <= {e.end_s for e in log if isinstance(e, Step | DecodeRun)}
+  assert ends_s <= {e.end_s for e in log if isinstance(e, Step | Stroke)}
 
 
 def test_metrics_of_strokes_are_those_of_single_steps(tmp_path):
