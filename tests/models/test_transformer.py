@@ -143,9 +143,9 @@ def in_chunks(model, ids, chunks, layout):
     ([1] * 20, "paged"),
     ([7, 13], "slots"),
     ([7, 13], "paged"),
-    ([16, 1, 3], "paged"),
-    ([19, 1], "slots"),
-    ([5, 8, 7], "slots"),
+    pytest.param([16, 1, 3], "paged", marks=pytest.mark.slow),
+    pytest.param([19, 1], "slots", marks=pytest.mark.slow),
+    pytest.param([5, 8, 7], "slots", marks=pytest.mark.slow),
   ],
 )
 def test_chunks_give_the_logits_of_one_pass(tiny, chunks, kind):
@@ -154,7 +154,7 @@ def test_chunks_give_the_logits_of_one_pass(tiny, chunks, kind):
   np.testing.assert_allclose(got, one_pass(tiny, ids), rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", ["slots", "paged"])
+@pytest.mark.parametrize("kind", ["slots", pytest.param("paged", marks=pytest.mark.slow)])
 def test_decode_after_prefill_and_mixed_steps_give_the_logits_of_one_pass(tiny, kind):
   layout = make_layout(tiny, kind)
   tables, run = make_tables(layout), make_pass(tiny, layout)

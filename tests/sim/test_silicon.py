@@ -270,6 +270,7 @@ def test_each_user_of_a_closed_loop_has_one_request_at_a_time(users, rounds, see
 
 
 @needs_package
+@pytest.mark.slow
 def test_llama_is_on_measured_points_of_the_package():
   llama = ModelConfig(
     name="llama", num_layers=32, d_model=4096, num_heads=32, num_kv_heads=8, head_dim=128,
@@ -293,6 +294,7 @@ def test_llama_is_on_measured_points_of_the_package():
 
 
 @needs_package
+@pytest.mark.slow
 def test_unknown_names_are_answered_with_those_there_are():
   for name, known in (("system", "h100_sxm"), ("backend", "trtllm"), ("gemm", "gemm_dtype=what")):
     with pytest.raises(ValueError, match=known):
