@@ -50,22 +50,43 @@ class SimStroke:
     self.finish_s = self._busy_until_s[0] = ends_s[-1]
 
 
+class Way:
+  """One direction of a pool's links, which a copy has for itself while it lasts. Keeps when."""
+
+  def __init__(self):
+    self._busy_s: list[tuple[float, float]] = []  # [start, end) of copies, ascending
+
+  def free_s(self, start_s: float, took_s: float) -> float:
+    """When so much time is free, from `start_s` on: the first gap that it fits in."""
+    for busy_s, until_s in self._busy_s:
+      if start_s + took_s <= busy_s:
+        break
+      start_s = max(start_s, until_s)
+    return start_s
+
+  def take(self, start_s: float, end_s: float, now_s: float) -> None:
+    self._busy_s = [busy for busy in self._busy_s if busy[1] > now_s]
+    bisect.insort(self._busy_s, (start_s, end_s))
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SimPages:
   """What an export hands to the import: when its pages are all computed, and links to send over."""
 
   ready_s: float
   num_links: int
+  way: Way  # out of the pool that has them
 
 
 class SimExecutor:
   """One pool's device. Keeps when its steps end; steps queue, copies run beside them.
 
   `step_s` is the latency model; `steps_s(plan, num_steps)` that of a decode step and those after
-  it, without which it takes no strokes. `link` is the way in from other pools: one copy after
-  another. A copy of n tokens moves n * `bytes_per_token` bytes, or the share of its layers, over as
-  many links at once as both pools have devices that send and receive: `num_links` in each stage
-  that has some of the layers. A step waits for the swaps before it, which go over `host_link`.
+  it, without which it takes no strokes. `link` is the way to and from other pools, one copy after
+  another in each direction. A copy of n tokens moves n * `bytes_per_token` bytes, or the share of
+  its layers, over as many links at once as both pools have devices that send and receive:
+  `num_links` in each stage that has some of the layers. A step waits for the swaps before it, which
+  go over `host_link`.
 
   A step computes the layers of one of `layer_groups` after those of another, in shares of its time.
   In a pipeline of `num_stages` each stage has as many groups and is busy on its own: steps follow
@@ -105,7 +126,7 @@ class SimExecutor:
     self._busy_until_s = [0.0] * num_stages
     self._token_s: dict[int, float] = {}  # request id -> when its newest token is there, if later
     self._computed_s: dict[tuple, float] = {}  # exports announced -> when they are computed
-    self._link_busy_s: list[tuple[float, float]] = []  # [start, end) of copies, ascending
+    self._way_in, self._way_out = Way(), Way()
 
   def submit(
     self,
@@ -142,7 +163,9 @@ class SimExecutor:
       handle,
       num_bytes=export_bytes(self, handle),
       payload=SimPages(
-        ready_s=self._computed_s.get(_key(handle), now_s), num_links=self._links_of(handle)
+        ready_s=self._computed_s.get(_key(handle), now_s),
+        num_links=self._links_of(handle),
+        way=self._way_out,
       ),
     )
 
@@ -169,18 +192,15 @@ class SimExecutor:
     )
 
   def _receive(self, handle: Handle, pages: SimPages, now_s: float) -> SimTicket:
-    """A copy over the link, in the first gap between others that it fits in."""
+    """A copy over the links, as soon as both pools have theirs free for it."""
     num_links = min(self._links_of(handle), pages.num_links)
     took_s = to_ticks(self._link.copy_s(handle.num_bytes / num_links))
-    start_s = max(now_s, to_ticks(pages.ready_s))
-    self._link_busy_s = [busy for busy in self._link_busy_s if busy[1] > now_s]
-    for busy_s, until_s in self._link_busy_s:
-      if start_s + took_s <= busy_s:
-        break
-      start_s = max(start_s, until_s)
-    end_s = to_ticks(start_s + took_s)
-    bisect.insort(self._link_busy_s, (start_s, end_s))
-    return SimTicket(finish_s=end_s)
+    ways, start_s = (pages.way, self._way_in), max(now_s, to_ticks(pages.ready_s))
+    while (free_s := max(way.free_s(start_s, took_s) for way in ways)) > start_s:
+      start_s = free_s
+    for way in ways:
+      way.take(start_s, start_s + took_s, now_s)
+    return SimTicket(finish_s=start_s + took_s)
 
   def _group_ends_s(self, plan: StepPlan, now_s: float) -> list[float]:
     """When a step submitted now has computed each layer group."""

@@ -243,3 +243,24 @@ def test_a_copy_that_waits_for_its_layers_leaves_the_link_to_others():
   ends_s = [target.import_(h, row=0, page_ids=(), now_s=0.0).finish_s for h in others]
   assert ends_s[:2] == [copy_s, 2 * copy_s]
   assert ends_s[2] == 10.0 + 2 * copy_s, "the gap before 10 s is too short for it"
+
+
+def test_copies_share_the_ways_of_both_pools():
+  """Out of one pool they take turns, whoever gets them; between others they pass at once."""
+  link = Link(name="l", latency_s=0.0, bytes_per_s=1e3)
+  pools = [
+    SimExecutor(step_s=lambda plan: 1.0, link=link, bytes_per_token=125, layer_groups=((0, 8),))
+    for _ in range(4)
+  ]
+
+  def copy(source, target):
+    handle = source.export(layered(None), page_ids=(0, 1), now_s=0.0)
+    return target.import_(handle, row=0, page_ids=(0, 1), now_s=0.0).finish_s
+
+  first, second, third, fourth = pools
+  assert copy(first, third) == 1.0
+  assert copy(first, fourth) == 2.0, "behind the other on the way out"
+  assert copy(second, third) == 2.0, "behind the first on the way in"
+  assert copy(third, first) == 1.0, "the other direction is free"
+  assert copy(second, fourth) == 1.0, "both of its ways are free before the others"
+  assert copy(second, fourth) == 3.0, "and then after them"
