@@ -7,7 +7,8 @@ silicon_vllm        operators as measured under that engine: tables of aiconfigu
 silicon_trtllm      `[silicon]`); A100, H100, H200, L40S, B200 and what else it has
 silicon_sglang
 distserve           DistServe's linear form of OPT-13B and 66B on A100, its coefficients as
-distserve_vllm      shipped, of its own engine and of vLLM 0.2.3;
+distserve_vllm      shipped, of its own engine and of vLLM 0.2.3, which pads prompts; with the host
+                    time that simdistserve adds, as in VALIDATION.md;
 distserve_profiled  as they were profiled, before they were scaled to runs (`configs/linear.py`)
 distserve_vllm_profiled
 niyama              Niyama's linear form, Llama-3-8B on an A100
@@ -18,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from configs.linear import NIYAMA, distserve_fit
+from configs.linear import NIYAMA, SIMDISTSERVE, distserve_fit
 from pdjax.core.model_config import ModelConfig
 from pdjax.sim.hardware import Device, Link
 from pdjax.sim.latency_model import LatencyModel
@@ -90,7 +91,8 @@ def distserve(
 ) -> DistServeForm:
   """DistServe's linear form of OPT-13B and 66B on A100."""
   _check_a100(device, "DistServe's coefficients are")
-  return DistServeForm(fit=distserve_fit(system, model.name, tp, shipped=shipped), pp=pp)
+  fit = distserve_fit(system, model.name, tp, shipped=shipped)
+  return DistServeForm(fit=fit, pp=pp, pads_prompts=system == "vllm", **SIMDISTSERVE)
 
 
 def niyama(model: ModelConfig, device: Device, tp: int, pp: int, link: Link) -> LatencyModel:

@@ -183,7 +183,7 @@ def rows_of(
 def measured_device(device, dtype: str) -> Device:
   """A JAX device by the peaks that it reaches: a large matmul, and a stream over its memory.
 
-  The peaks are a third above what was reached, as no kernel may beat the ceiling that it is a share
+  The peaks are twice what was reached, as no kernel may beat the ceiling that it is a share
   of.
   """
   import jax
@@ -202,7 +202,7 @@ def measured_device(device, dtype: str) -> Device:
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
   return Device(
     name=device.device_kind,
-    peak_flops_per_s=flops_per_s / 0.75,
-    peak_bytes_per_s=bytes_per_s / 0.75,
+    peak_flops_per_s=2 * flops_per_s,
+    peak_bytes_per_s=2 * bytes_per_s,
     memory_bytes=memory_bytes,
   )

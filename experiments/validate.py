@@ -1,7 +1,7 @@
 """The simulator beside measurements of real systems.
 
     python -m experiments.validate --requests=FILE --model=llama3-8b --hardware=a100 [--tp=1] [...]
-    python -m experiments.validate [--data_dir=../shared/data] [--out=DIR]
+    python -m experiments.validate [--parts=steps,vllm] [--engine=saved] [--out=DIR]
 
 With FILE it replays requests that a real system served: a CSV file, plain or .gz, with the columns
 arrival_s, prompt_tokens, output_tokens, ttft_s and tpot_s, in any order beside others, times in
@@ -9,12 +9,14 @@ seconds (TTFT: first token - arrival; TPOT: (last token - first) / (output token
 one token). Prints the errors of TTFT, TPOT and end-to-end times, writes summary.json and a picture.
 
 Without it runs the validation suite and writes VALIDATION.md and its pictures; what has no data
-here is named and left out.
+here is named and left out. Takes a minute, with aiconfigurator five more, on the engine 25 unless
+`--engine=saved` shows the runs that were kept (with `--parts` not in this checkout but in runs/).
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -22,14 +24,15 @@ from typing import NamedTuple
 from absl import flags
 
 from configs.hardware import HARDWARE, link
+from configs.latency import LATENCY
 from configs.models import MODELS
 from experiments.figures.validation import draw_replay
 from experiments.program import FLAGS, ROOT, Progress, main, out_folder, whole_file
 from experiments.serving import write_summary
-from experiments.validation import distserve, distserve_parts, silicon, steps_part, vllm
+from experiments.validation import distserve, distserve_parts, engine, silicon, steps_part, vllm
 from experiments.validation.page import Section, page
 from experiments.validation.replay import Replay, error_rows, simulate, text_table
-from experiments.validation.requests import COLUMNS, Measured, read_requests, to_requests
+from experiments.validation.requests import COLUMNS, Measured, doubt, read_requests, to_requests
 from pdjax.config import (
   POOLS_FORM,
   STRATEGIES,
@@ -45,10 +48,11 @@ from pdjax.deployment import make_cluster
 from pdjax.scheduling.pages import PageConfig
 from pdjax.serving.executor import Nowhere
 from pdjax.sim.hardware import Device, Link
-from pdjax.sim.roofline import Roofline, num_pages
+from pdjax.sim.latency_model import LatencyModel
+from pdjax.sim.roofline import num_pages
 
 Show = Callable[[str], None]
-PICTURES = "experiments/figures/validation"  # beside VALIDATION.md
+FILES = "experiments/figures/validation"  # pictures and data, beside VALIDATION.md
 MS = 1e3
 
 # A file of requests -------------------------------------------------------------------------------
@@ -62,8 +66,10 @@ class Checked(NamedTuple):
   specs: Sequence[PoolSpec]
   options: SchedulerOptions
   model: ModelConfig
-  latency: Mapping[str, Roofline]
+  devices: Mapping[str, Device]  # by pool, as what follows
+  latency: Mapping[str, LatencyModel]
   pages: Mapping[str, PageConfig]
+  bytes_per_value: float  # of K and V
   link: Link
   out: pathlib.Path
 
@@ -79,16 +85,14 @@ def check_replay() -> Checked:
     raise ValueError(f"--pools={FLAGS.pools} and --tp={FLAGS.tp}: pools say their tp themselves")
   specs = parse_pools(FLAGS.pools) if FLAGS.pools else _strategy(FLAGS.strategy, FLAGS.tp)
   longest = max(row.prompt_tokens + row.output_tokens - 1 for row in rows)
+  make = pick(LATENCY, FLAGS.latency, "latency model")
+  devices = {spec.name: _device(spec.hardware or FLAGS.hardware) for spec in specs}
+  # Pages are exchanged, so all pools have one type.
+  bytes_per_value = max(device.bytes_per_value for device in devices.values())
   latency, pages = {}, {}
   for spec in specs:
-    device = _device(spec.hardware or FLAGS.hardware)
-    own = Roofline(
-      model=model,
-      device=device,
-      tp=spec.group.tp,
-      link=between,
-      one_kernel=FLAGS.one_kernel,
-    )
+    device = devices[spec.name]
+    latency[spec.name] = make(model, device, spec.group.tp, spec.pp, between)
     fits = num_pages(
       model=model,
       device=device,
@@ -97,8 +101,10 @@ def check_replay() -> Checked:
       pp=spec.pp,
       step_tokens=FLAGS.token_budget,
       reserve_bytes=FLAGS.reserve_gb * 1e9,
+      bytes_per_weight=device.bytes_per_value,
+      bytes_per_kv=bytes_per_value,
+      bytes_per_activation=device.bytes_per_value,
     )
-    latency[spec.name] = own
     pages[spec.name] = PageConfig(
       num_rows=FLAGS.num_rows,
       page_size=FLAGS.page_size,
@@ -117,9 +123,18 @@ def check_replay() -> Checked:
   for request in to_requests(rows):
     if (reason := cluster.refusal(request)) is not None:
       raise ValueError(f"{FLAGS.requests}: request {request.request_id} cannot run: {reason}")
-  out = out_folder("validate")
   return Checked(
-    pathlib.Path(FLAGS.requests).name, rows, specs, options, model, latency, pages, between, out
+    pathlib.Path(FLAGS.requests).name,
+    rows,
+    specs,
+    options,
+    model,
+    devices,
+    latency,
+    pages,
+    bytes_per_value,
+    between,
+    out_folder("validate"),
   )
 
 
@@ -141,21 +156,25 @@ def run_replay(checked: Checked) -> int:
     lambda spec: checked.latency[spec.name],
     lambda spec: checked.pages[spec.name],
     checked.link,
+    bytes_per_value=checked.bytes_per_value,
   )
   replay = Replay.of(checked.rows, log)
-  devices = ", ".join(dict.fromkeys(own.device.label for own in checked.latency.values()))
+  devices = ", ".join(dict.fromkeys(device.label for device in checked.devices.values()))
   title = (
     f"{checked.model.name} on {num_devices_of(checked.specs)} x {devices}: "
     f"{len(checked.rows)} requests"
   )
   print(f"{title}\nsimulated / measured (error)\n{text_table(error_rows(replay))}")
-  for caveat in dict.fromkeys(c for own in checked.latency.values() for c in own.caveats):
-    print(f"note: {caveat}")
+  caveats = [caveat for own in checked.latency.values() for caveat in own.caveats]
+  for note in dict.fromkeys(filter(None, [*caveats, doubt(checked.rows)])):
+    print(f"note: {note}")
   checked.out.mkdir(parents=True, exist_ok=True)
   summaries = replay.summaries()
   data = {
     "requests": checked.name,
     "model": checked.model.name,
+    "devices": {name: device.label for name, device in checked.devices.items()},
+    "latency": FLAGS.latency,
     "pools": [to_plain(spec) for spec in checked.specs],
     "scheduler": to_plain(checked.options),
     "pages": {name: to_plain(own) for name, own in checked.pages.items()},
@@ -189,33 +208,45 @@ def _draw(
 # The suite ----------------------------------------------------------------------------------------
 
 
-PARTS: tuple[Callable[[pathlib.Path, Show], Section], ...] = (
-  steps_part.part,
-  vllm.part,
-  distserve_parts.as_served,
-  distserve_parts.as_simdistserve,
-  silicon.part,
-)
+Part = Callable[[pathlib.Path, Show], Section]
+PARTS: dict[str, Part] = {
+  "steps": steps_part.part,
+  "vllm": vllm.part,
+  "distserve": distserve_parts.as_served,
+  "simdistserve": distserve_parts.as_simdistserve,
+  "silicon": silicon.part,
+  "engine": engine.part,
+}
 """The suite: a line for each part, in the order of the page."""
 
 
 class Suite(NamedTuple):
   data_dir: pathlib.Path
   out: pathlib.Path
+  parts: Mapping[str, Part]
 
 
 def check_suite() -> Suite:
+  """Reads which parts the flags name; the page of some of them is no page for the checkout."""
   data_dir = pathlib.Path(FLAGS.data_dir)
   if not data_dir.is_dir():
     raise ValueError(f"--data_dir={data_dir} is no folder; it holds distserve/ and measured/")
-  return Suite(data_dir, ROOT if FLAGS.out is None else out_folder("validate"))
+  for name in FLAGS.parts:
+    pick(PARTS, name, "part")
+  parts = {name: part for name, part in PARTS.items() if name in (FLAGS.parts or PARTS)}
+  if "engine" in parts and FLAGS.engine == "saved":
+    parts["engine"] = functools.partial(engine.saved, ROOT / FILES / engine.SAVED)
+  in_place = FLAGS.out is None and parts.keys() == PARTS.keys()
+  return Suite(data_dir, ROOT if in_place else out_folder("validate"), parts)
 
 
 def run_suite(suite: Suite) -> int:
   progress = Progress()
+  files = suite.out / FILES
+  files.mkdir(parents=True, exist_ok=True)
   sections = []
-  for part in PARTS:
-    section = part(suite.data_dir, progress.update)
+  for name, part in suite.parts.items():
+    section = section_of(name, part, suite.data_dir, progress.update)
     sections.append(section)
     progress.done(
       f"{section.title}: {f'not run: {section.missing}' if section.missing else 'done'}"
@@ -223,14 +254,23 @@ def run_suite(suite: Suite) -> int:
     for found in section.reached:
       met = {True: "", False: "  NOT MET", None: ""}[found.is_met]
       print(f"  {found.what}: {found.reached} (asked: {found.asked}){met}")
-  pictures = suite.out / PICTURES
-  pictures.mkdir(parents=True, exist_ok=True)
-  for section in sections:
-    _draw(pictures, section.pictures)
+    for file, data in section.data.items():  # at once: it may have taken long
+      with whole_file(files / file) as path:
+        path.write_text(json.dumps(to_plain(data)) + "\n")
+    _draw(files, section.pictures)
   with whole_file(suite.out / "VALIDATION.md") as path:
-    path.write_text(page(sections, PICTURES))
-  print(f"wrote {suite.out / 'VALIDATION.md'} and its pictures in {PICTURES}")
+    path.write_text(page(sections, FILES))
+  print(f"wrote {suite.out / 'VALIDATION.md'} and its pictures in {FILES}")
   return 0
+
+
+def section_of(name: str, part: Part, data_dir: pathlib.Path, show: Show) -> Section:
+  """What a part found; a file that it lacks ends no other."""
+  try:
+    return part(data_dir, show)
+  except FileNotFoundError as error:
+    file = pathlib.Path(error.filename or "file").name
+    return Section(title=name, missing=f"there is no {file}")
 
 
 def run_fit() -> int:
@@ -269,12 +309,18 @@ if __name__ == "__main__":
   flags.DEFINE_float("reserve_gb", 0.0, "memory for the runtime, beside 10 %")
   flags.DEFINE_string("reservation", None, "as scheduler.reservation; default: the policy's")
   flags.DEFINE_float("watermark", 0.0, "share of pages that admission leaves free")
-  flags.DEFINE_float("host_ms", None, "the host's time per step; default: the device's own")
-  flags.DEFINE_bool(
-    "one_kernel", False, "attention of prompts and decodes is one kernel, as in vLLM"
+  flags.DEFINE_string("latency", "roofline", f"step times by name: {', '.join(LATENCY)}")
+  flags.DEFINE_float(
+    "host_ms",
+    None,
+    "the host's time per step, of latency models that add it; default: the device's",
   )
   flags.DEFINE_string("link", "nvlink", "between devices")
   flags.DEFINE_string("data_dir", str(ROOT.parent / "shared" / "data"), "published measurements")
+  flags.DEFINE_list("parts", [], f"of the suite, some of {','.join(PARTS)}; default: all")
+  flags.DEFINE_enum(
+    "engine", "measure", ("measure", "saved"), "the engine's runs: 25 minutes, or those kept"
+  )
   flags.DEFINE_bool("fit_figure_8", False, "fit vLLM's step times to DistServe's Figure 8; ends")
   flags.DEFINE_string("out", None, "folder; default: this checkout, or runs/validate-TIME")
   main(prepare, lambda run: run())

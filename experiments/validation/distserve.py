@@ -13,7 +13,8 @@ models of the same systems:
   go to the host and back). vLLM 0.2.3: prompts first, whole, up to 16,384 tokens, all at the length
   of the longest; preemption by recomputing the newest; 1 % of the pages are kept free.
 
-We fitted nothing to these runs. See `STEP_TIMES`.
+Nothing was fitted to these runs, but vLLM's judged step times to others of the same system and
+requests. See `STEP_TIMES`.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ STEP_TIMES: dict[str, dict[str, Any]] = {
   # As profiled, by nobody scaled to anything that was served.
   "profiled": {"shipped": False},
   # vLLM alone: as profiled, and scaled by the factors that bring `as_served` nearest to Figure 8 of
-  # the paper (`fit_to_figure_8`): other runs, of the same requests and the same gaps.
+  # the paper (`fit_to_figure_8`): other end-to-end runs, of the same requests and the same gaps.
   "figure 8": {"shipped": False, "prefill_factor": 1.25, "decode_factor": 1.05},
 }
 

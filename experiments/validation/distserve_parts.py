@@ -86,7 +86,7 @@ def as_served(data_dir: pathlib.Path, show: Show) -> Section:
   return Section(
     title=title,
     reached=[
-      *_reached(points, {system: len(own) for system, own in names.items()}),
+      *reached_rows(points, {system: len(own) for system, own in names.items()}),
       _tail_reached(tails),
     ],
     text="\n\n".join([_words(markdown_table(by_times), nearby), *tables, _TAIL_WORDS]),
@@ -97,7 +97,7 @@ def as_served(data_dir: pathlib.Path, show: Show) -> Section:
   )
 
 
-def _reached(points: Mapping[str, Mapping[str, float]], num_runs: Mapping) -> list[Reached]:
+def reached_rows(points: Mapping[str, Mapping[str, float]], num_runs: Mapping) -> list[Reached]:
   """Where we fitted step times to runs, those as published stand in a row of their own."""
   rows = []
   for system, by_times in points.items():

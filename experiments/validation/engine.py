@@ -124,7 +124,8 @@ def measure(config: ExperimentConfig, show: Callable[[str], None]) -> tuple[list
   finally:
     checked.world.close()
   label = (
-    f"{experiment.world.label}; {time.strftime('%d %b %Y')}, load {load_before:.1f} at the start; "
+    f"{experiment.world.label}; {time.strftime('%d %b %Y')}, load {load_before:.1f} at the start "
+    f"and {os.getloadavg()[0]:.1f} at the end; "
     f"{len(experiment.requests)} requests a run, SLOs TTFT {experiment.slo.ttft_s * 1e3:.0f} ms "
     f"and TPOT {experiment.slo.tpot_s * 1e3:.1f} ms, capacity {experiment.capacity_rps:.1f}/s"
   )

@@ -47,7 +47,7 @@ BLOOM = ModelConfig(  # bigscience/bloom: ALiBi and LayerNorm cost what their li
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Operators:
+class LayerTimes:
   """What one layer's operators took, of one model over `tp` devices; absent is not measured.
 
   `linear`: by the operators that were timed together, then tokens. `prefill`: by (sequences,
@@ -98,7 +98,7 @@ class Operators:
       for key, seconds in self.mixed.items()
     ]
 
-  def thinned(self) -> tuple[Operators, Operators]:
+  def thinned(self) -> tuple[LayerTimes, LayerTimes]:
     """Mixed attention at every second value of each axis, its ends among them, and the rest."""
     axes = [sorted(set(values)) for values in zip(*self.mixed)]
     kept = [{*axis[::2], axis[-1]} for axis in axes]
@@ -129,7 +129,7 @@ class Operators:
       mixed=Grid.of(self.mixed) if self.mixed else None,
     )
 
-  def split(self, seed: int = 0) -> tuple[Operators, Operators]:
+  def split(self, seed: int = 0) -> tuple[LayerTimes, LayerTimes]:
     """A random half of the points of each operator, and the other half.
 
     Token counts are in the same half for all operators, so that steps can be made of it.
@@ -317,7 +317,7 @@ class Aiconfigurator:
   attention: str
   all_reduce: str
 
-  def operators(self, model: ModelConfig, tp: int = 1) -> Operators:
+  def operators(self, model: ModelConfig, tp: int = 1) -> LayerTimes:
     """One model's operators: its matrices interpolated between those timed, as that package does.
 
     Bilinear in the sizes of the matrix, at each number of tokens that its neighbours were timed at.
@@ -349,7 +349,7 @@ class Aiconfigurator:
       ((int(row["batch_size"]), int(row["step"]) + 1), float(row["latency"]) / 1e3) for row in own
     )
     all_reduce = self._all_reduces(model, tp) if tp > 1 else {}
-    return Operators(
+    return LayerTimes(
       model=model, tp=tp, linear=linear, prefill=prefill, decode=decode, all_reduce=all_reduce
     )
 
@@ -430,7 +430,7 @@ def splitwise(path: pathlib.Path, hardware: str) -> list[tuple[str, int, int, Ti
   return made
 
 
-def llmservingsim(folder: pathlib.Path, hardware: str) -> Operators:
+def llmservingsim(folder: pathlib.Path, hardware: str) -> LayerTimes:
   """Llama-3.1-8B as vLLM 0.19 runs it: norm and residual add are one kernel, attention one."""
   stem = f"{hardware}_llama3.1-8b_tp1"
   layers: dict[str, dict[int, float]] = {}
@@ -451,7 +451,7 @@ def llmservingsim(folder: pathlib.Path, hardware: str) -> Operators:
       decode[num_decodes, keys] = seconds
     else:
       mixed[chunk, before, num_decodes, keys] = seconds
-  return Operators(
+  return LayerTimes(
     model=LLAMA_31_8B,
     linear={(op,): layers[name] for op, name in names.items()},
     elementwise={n: sum(layers[name][n] for name in small) for n in layers["act_fn"]},
@@ -466,7 +466,7 @@ def llmservingsim(folder: pathlib.Path, hardware: str) -> Operators:
   )
 
 
-def tpu_v6e(folder: pathlib.Path) -> Operators:
+def tpu_v6e(folder: pathlib.Path) -> LayerTimes:
   """Llama-3.1-8B on a TPU. XLA fuses layers' operators as it likes: their sum is what counts."""
   layers: dict[str, dict[int, float]] = {}
   for row in read_rows(folder / "TPU-v6e-1_llama3.1-8b_tp1_layers.csv.gz"):
@@ -487,7 +487,7 @@ def tpu_v6e(folder: pathlib.Path) -> Operators:
   def total(names: tuple[str, ...]) -> Table:
     return {n: sum(layers[name].get(n, 0.0) for name in names) for n in layers["q_proj"]}
 
-  return Operators(
+  return LayerTimes(
     model=LLAMA_31_8B,
     linear={MATRICES: total(body)},
     elementwise=total(small),

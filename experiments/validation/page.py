@@ -21,7 +21,7 @@ class Reached(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-  """One part: figures, `text` with its tables, and pictures by file name.
+  """One part: figures, `text` with its tables, pictures and plain data by file name.
 
   `missing` says why it has nothing to show: a file that is not there, an extra not installed.
   """
@@ -30,6 +30,7 @@ class Section:
   reached: Sequence[Reached] = ()
   text: str = ""
   pictures: Mapping[str, Callable[[pathlib.Path], object]] = dataclasses.field(default_factory=dict)
+  data: Mapping[str, object] = dataclasses.field(default_factory=dict)
   missing: str | None = None
 
   def markdown(self, folder: str) -> str:
@@ -53,8 +54,10 @@ def page(sections: Sequence[Section], folder: str) -> str:
   """All of it; pictures lie in `folder`, beside the page."""
   head = """# Validation
 
-Simulated against measured, each with data that took no part in making the model. Written by
-`python -m experiments.validate`, which reads the published measurements from `../shared/data`
-(`--data_dir`) and needs no accelerator; run it again and it writes the same."""
+Simulated against measured. Each part says what was fitted on what; where step times were fitted to
+runs of the same system, or something was chosen in knowledge of results, this first table says so
+too. Written by `python -m experiments.validate`, which reads the published measurements from
+`../shared/data` (`--data_dir`) and needs no accelerator. Run again it writes the same, but for the
+engine on this machine, which is measured anew unless `--engine=saved`."""
   figures = [f for section in sections for f in section.reached]
   return "\n\n".join([head, reached_table(figures), *(s.markdown(folder) for s in sections)]) + "\n"

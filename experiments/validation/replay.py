@@ -18,6 +18,7 @@ from pdjax.metrics.latency import RequestRecord, Summary, percentiles, request_r
 from pdjax.scheduling.hand_off import HandOff
 from pdjax.scheduling.pages import PageConfig
 from pdjax.scheduling.scheduler import StepTime
+from pdjax.serving.cluster import Cluster
 from pdjax.serving.loop import Inbox, serve
 from pdjax.sim.hardware import Link
 from pdjax.sim.latency_model import LatencyModel
@@ -27,8 +28,7 @@ METRICS = ("ttft_s", "tpot_s", "e2e_s")
 STATISTICS = ("mean", "p50", "p90", "p99")
 
 
-def simulate(
-  requests: Iterable[Request],
+def cluster_of(
   specs: Sequence[PoolSpec],
   options: SchedulerOptions,
   model: ModelConfig,
@@ -37,11 +37,13 @@ def simulate(
   link: Link,
   hand_off: HandOff = HandOff(),
   make_executor: Callable[..., SimExecutor] = SimExecutor,
-) -> EventLog:
-  """The history of these requests in virtual time, through the loop that the engine runs.
+  bytes_per_value: float = 2,
+) -> Cluster:
+  """Simulated pools, empty.
 
   `latency` and `pages` give the latency model and the memory of a pool; `link` is the way of each
-  device to its counterpart in another pool. `make_executor` is called as `SimExecutor` is made.
+  device to its counterpart in another pool, `bytes_per_value` those of K and V that go over it.
+  `make_executor` is called as `SimExecutor` is made.
   """
   of = {spec.group: spec for spec in specs}
 
@@ -51,7 +53,7 @@ def simulate(
       step_s=own.step_s,
       steps_s=own.steps_s,
       link=link,
-      bytes_per_token=model.kv_bytes_per_token(2),
+      bytes_per_token=model.kv_bytes_per_token(bytes_per_value),
       num_links=min(group.tp, model.num_kv_heads),
       layer_groups=tuple((i, i + 1) for i in range(group.pp)),
       num_stages=group.pp,
@@ -62,10 +64,17 @@ def simulate(
     own = latency(of[group])
     return lambda counts: own.terms_of(counts).total_s
 
-  log = EventLog()
-  cluster = make_cluster(
-    specs, options, lambda group: pages(of[group]), executor, step_time, hand_off
-  )
+  return make_cluster(specs, options, lambda group: pages(of[group]), executor, step_time, hand_off)
+
+
+def simulate(
+  requests: Iterable[Request], specs: Sequence[PoolSpec], options: SchedulerOptions, *args, **more
+) -> EventLog:
+  """The history of these requests in virtual time, through the loop that the engine runs.
+
+  All but `requests` is as for `cluster_of`.
+  """
+  log, cluster = EventLog(), cluster_of(specs, options, *args, **more)
   turns = serve(
     cluster, Inbox(requests), VirtualClock(), log, steps_in_flight=options.steps_in_flight
   )
@@ -104,6 +113,10 @@ class Replay(NamedTuple):
 
   def summaries(self) -> dict[str, tuple[Summary, Summary]]:
     return {metric: tuple(map(percentiles, self.columns(metric))) for metric in METRICS}
+
+  def mean_s(self, metric: str) -> float:
+    """Simulated."""
+    return self.summaries()[metric][1].mean
 
   def attainments(self, ttft_s: float, tpot_s: float) -> tuple[float, float]:
     """Percent of requests that met both, measured and simulated."""

@@ -21,10 +21,10 @@ COLUMNS = {
   "ttft_s": "first token - arrival, in seconds",
   "tpot_s": "(last token - first) / (output_tokens - 1), in seconds; may be empty for one token",
 }
-# Beyond these a column is taken for milliseconds: nobody serves so slowly, or so few.
+# Beyond these a column is taken for milliseconds: nobody serves so slowly.
 _MOST_TTFT_S = 20.0  # of the quickest request
 _MOST_TPOT_S = 2.0  # of the quickest request
-_MOST_GAP_S = 60.0  # on average
+_LONG_GAP_S = 60.0  # on average: some traffic is so thin, so it is only asked about
 
 
 class Measured(NamedTuple):
@@ -98,12 +98,17 @@ def _check_units(
         f"{path}:{line}: {name}={least_s:g} is the least of its column: milliseconds? "
         f"it must be in seconds"
       )
+
+
+def doubt(rows: Sequence[Measured]) -> str | None:
+  """What is to be asked about arrivals that are far apart, or None."""
   gap_s = (rows[-1].arrival_s - rows[0].arrival_s) / len(rows)
-  if gap_s > _MOST_GAP_S:
-    raise ValueError(
-      f"{path}:{lines[-1]}: arrival_s={rows[-1].arrival_s:g} is {gap_s:.0f} seconds for each of "
-      f"{len(rows)} requests: milliseconds? it must be in seconds"
-    )
+  if gap_s <= _LONG_GAP_S:
+    return None
+  return (
+    f"arrival_s: {gap_s:.0f} seconds for each of {len(rows)} requests; if that column is in "
+    f"milliseconds, what was simulated is wrong"
+  )
 
 
 def to_requests(rows: Sequence[Measured], *, more_tokens: int = 0) -> tuple[Request, ...]:

@@ -11,18 +11,21 @@ from configs.hardware import FITTED_FROM, HARDWARE
 from configs.models import MODELS
 from experiments import calibrate
 from experiments.program import ROOT
-from experiments.validation.measured import Operators, between, medians
+from experiments.validation.measured import LayerTimes, between, medians
 from experiments.validation.steps import (
   HELD_OUT,
+  OTHER_TP,
   OTHERS,
   SOURCES,
   TABLE,
   TARGETS,
   Compared,
+  Source,
   compared,
   mixed_compared,
   rows_of,
   source_of,
+  step_rows,
   table,
 )
 from pdjax.sim.fitting import Errors, predict
@@ -47,10 +50,25 @@ def rtx_4090(data):
   return source_of("rtx-4090 llmservingsim", data)
 
 
-def made_up(**more) -> Operators:
-  """Operators whose times tell where each part of a step came from."""
+@pytest.fixture(scope="module")
+def rtx_4090_fit(rtx_4090):
+  return calibrate.rounded(rtx_4090.fit())
+
+
+@pytest.fixture(scope="module")
+def held_out(data):
+  """Rows by device and kind."""
+  return {
+    (hardware, row.kind): row
+    for hardware in ("rtx-4090", "tpu-v6e")
+    for row in rows_of(compared(source_of(FITTED_FROM[hardware], data), HARDWARE[hardware].fit))
+  }
+
+
+def made_up(**more) -> LayerTimes:
+  """LayerTimes whose times tell where each part of a step came from."""
   sizes = [1, 2, 4, 6, 8, 12, 16, 24]
-  return Operators(
+  return LayerTimes(
     model=MODEL,
     linear={(op,): {n: 1e-3 * n for n in sizes} for op in ("qkv", "mlp_up")},
     elementwise={n: 1e-4 * n for n in sizes},
@@ -116,7 +134,47 @@ def test_rows_pool_models_and_say_what_is_missed():
   assert [(row.models, row.errors.num_points, row.is_reached) for row in rows] == [
     ("a", 10, False), ("b, c", 20, True),
   ]  # fmt: skip
-  assert table(rows).splitlines()[1].endswith("missed")
+  assert [line.split()[-2:] for line in table(rows).splitlines()[1:]] == [
+    ["missed", "a"], ["b,", "c"],
+  ]  # fmt: skip
+
+
+def test_no_all_reduce_of_a_fitted_size_judges_the_fit():
+  sizes = {n: 1e-5 * n for n in (1, 2, 4, 8, 12, 16, 24)}
+  wide = dataclasses.replace(MODEL, name="wide", d_model=2 * MODEL.d_model)
+  split = dataclasses.replace(made_up(all_reduce=sizes), tp=2)
+  source = Source(
+    name="s",
+    device=HARDWARE["a100"],
+    fitted=made_up(),
+    besides=(LayerTimes(model=MODEL, tp=2, all_reduce=sizes),),
+    others=(split, dataclasses.replace(split, model=wide), dataclasses.replace(split, tp=4)),
+  )
+  fitted_bytes = {
+    (t.tp, t.counts.num_tokens * t.model.d_model) for t in source.timings()
+    if t.ops == ("all_reduce",)
+  }  # fmt: skip
+  assert len(fitted_bytes) == 3
+  groups, parts = zip(*source.unseen())
+  assert groups == (HELD_OUT, OTHER_TP, OTHERS, OTHER_TP)
+  for part in parts[1:]:
+    kept = {(part.tp, n * part.model.d_model) for n in part.all_reduce}
+    every = {(part.tp, n * part.model.d_model) for n in sizes}
+    assert kept == every - fitted_bytes and kept
+  assert parts[3].all_reduce == sizes  # over four devices none was fitted
+  assert not parts[0].decode.keys() & source.fitted.split()[0].decode.keys()
+
+
+def test_without_its_files_each_source_is_named(tmp_path):
+  rows, missing = step_rows(tmp_path)
+  assert rows == [] and [line.partition(",")[0] for line in missing] == [*SOURCES, "splitwise"]
+  assert all(line.endswith((".csv", ".csv.gz")) for line in missing)
+
+
+def test_vidurs_models_on_the_a100_all_have_their_row(data):
+  names = {path.name for path in (data / "measured" / "vidur").glob("mlp_a100_*.csv")}
+  source = source_of("a100 vidur", data)
+  assert len({part.model.name for part in (source.fitted, *source.others)}) == len(names) == 4
 
 
 def test_every_calibrated_device_has_a_source_of_its_own():
@@ -125,8 +183,8 @@ def test_every_calibrated_device_has_a_source_of_its_own():
     assert source in SOURCES and source.split()[0] == name
 
 
-def test_an_entry_of_the_catalogue_is_what_its_fit_gives(rtx_4090):
-  entry, found = HARDWARE["rtx-4090"].fit, calibrate.rounded(rtx_4090.fit())
+def test_an_entry_of_the_catalogue_is_what_its_fit_gives(rtx_4090_fit):
+  entry, found = HARDWARE["rtx-4090"].fit, rtx_4090_fit
   for field in dataclasses.fields(Fit):
     value = getattr(found, field.name)
     if not field.name.startswith("host_") and value is not None:
@@ -146,15 +204,20 @@ def test_steps_are_predicted_as_the_roofline_of_the_catalogue_says(rtx_4090):
   assert predict(latency.device.fit, chosen, latency.device) == pytest.approx(said, rel=1e-9)
 
 
-@pytest.mark.parametrize("hardware", ["rtx-4090", "tpu-v6e"])
-def test_steps_that_a_fit_never_saw_take_what_it_says(data, hardware):
-  source = source_of(FITTED_FROM[hardware], data)
-  rows = {row.kind: row for row in rows_of(compared(source, HARDWARE[hardware].fit))}
-  assert rows.keys() == {"prefill", "decode", "mixed"}
-  for row in rows.values():
-    assert row.group == HELD_OUT and row.errors.num_points >= 40
-    # One percentile is missed: prompts of 128 tokens and less on the RTX 4090.
-    assert row.errors.median < TARGETS[HELD_OUT][0] and row.errors.p95 < 17
+SHORT_PROMPTS = "p95 of prompts is missed, for those of 128 tokens and less (VALIDATION.md)"
+
+
+@pytest.mark.parametrize("kind", [
+  pytest.param("rtx-4090 prefill", marks=pytest.mark.xfail(strict=True, reason=SHORT_PROMPTS)),
+  "rtx-4090 decode", "rtx-4090 mixed", "tpu-v6e prefill", "tpu-v6e decode", "tpu-v6e mixed",
+])  # fmt: skip
+def test_steps_that_a_fit_never_saw_take_what_it_says(held_out, kind):
+  row = held_out[tuple(kind.split())]
+  assert row.group == HELD_OUT and row.target == TARGETS[HELD_OUT] and row.is_reached
+
+
+def test_steps_that_a_fit_never_saw_are_many(held_out):
+  assert len(held_out) == 6 and all(row.errors.num_points >= 40 for row in held_out.values())
 
 
 def test_a_table_of_one_kernel_for_both_is_near_the_points_that_it_has_not(rtx_4090):
@@ -164,10 +227,11 @@ def test_a_table_of_one_kernel_for_both_is_near_the_points_that_it_has_not(rtx_4
   assert one.median < two.median and one.p95 < 0.75 * two.p95
 
 
-def test_the_program_prints_the_entry(data, rtx_4090, capsys):
+def test_the_program_prints_the_entry(rtx_4090, rtx_4090_fit, capsys):
   assert calibrate.run(calibrate.Job("rtx-4090", rtx_4090, True)) == 0
   out = capsys.readouterr().out
-  assert "497 timings" in out and "gemm_compute=0.9" in out and "held out" in out
+  assert f"rtx-4090: {len(rtx_4090.timings())} timings" in out
+  assert calibrate.entry(rtx_4090_fit) in out and "held out" in out
 
 
 def test_errors_by_operator_cover_all_timings(rtx_4090):

@@ -13,13 +13,15 @@ import sys
 import pytest
 
 from configs.hardware import HARDWARE, LINKS
+from configs.latency import LATENCY
 from configs.models import MODELS
 from experiments import validate
-from experiments.validation import distserve, vllm
+from experiments.validation import distserve, distserve_parts, engine, vllm
 from experiments.validation.page import Reached, Section, page
 from experiments.validation.replay import METRICS, Replay, error_percent, simulate
-from experiments.validation.requests import COLUMNS, Measured, read_requests, to_requests
+from experiments.validation.requests import COLUMNS, Measured, doubt, read_requests, to_requests
 from pdjax.config import SchedulerOptions, parse_pools
+from pdjax.core.plain import to_plain
 from pdjax.metrics.latency import request_records
 from pdjax.scheduling.pages import PageConfig
 from pdjax.sim.linear import DistServeFit, DistServeForm
@@ -78,7 +80,6 @@ GOOD = ("0", "10", "2", "0.1", "0.02")
     ([("5", "10", "2", "0.1", "0.02"), GOOD], ":3: arrival_s=0 is before the row above"),
     ([("0", "10", "2", "90", "0.02"), ("1", "10", "2", "70", "0.02")], ":3: ttft_s=70 .*millisec"),
     ([("0", "10", "2", "0.1", "31"), ("1", "10", "2", "0.1", "29")], ":3: tpot_s=29 .*millisec"),
-    ([GOOD, ("900", "10", "2", "0.1", "0.02")], ":3: arrival_s=900 .*milliseconds"),
   ],
 )
 def test_a_wrong_file_is_refused_with_row_and_column(tmp_path, rows, message):
@@ -86,6 +87,14 @@ def test_a_wrong_file_is_refused_with_row_and_column(tmp_path, rows, message):
   with pytest.raises(ValueError, match=message) as error:
     read_requests(path)
   assert str(error.value).startswith(str(path)) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("gap_s", "is_asked"), [(1, False), (59, False), (900, True)])
+def test_thin_traffic_is_replayed_but_its_unit_is_asked_about(tmp_path, gap_s, is_asked):
+  rows = [(gap_s * i, 10, 2, 0.1, 0.02) for i in range(5)]
+  found = read_requests(write(tmp_path, rows))
+  assert [row.arrival_s for row in found] == [gap_s * i for i in range(5)]
+  assert ("milliseconds" in (doubt(found) or "")) == is_asked
 
 
 @pytest.mark.parametrize("missing", COLUMNS)
@@ -153,6 +162,11 @@ def test_a_request_that_cannot_run_is_no_result():
     Replay.of(rows, serve(rows))
 
 
+def test_a_time_of_the_host_does_not_calibrate_a_device():
+  with pytest.raises(ValueError, match=r"host_s=0\.001 of b200"):
+    vllm.with_host(HARDWARE["b200"], 1e-3)
+
+
 # The systems of DistServe's runs ------------------------------------------------------------------
 
 
@@ -195,6 +209,17 @@ def test_runs_are_told_apart_by_name():
   names = {"vllm-100-1": "vllm", "distserve-c21d11-300-3": "distserve",
            "distserve-c21d12-400-4": None, "distserve-300-3": None}  # fmt: skip
   assert {name: distserve.system_of(name) for name in names} == names
+
+
+@pytest.mark.parametrize("judged", [3.7, 6.0])
+def test_step_times_fitted_to_runs_do_not_hide_those_that_were_not(judged):
+  points = {"vllm": {"shipped": 4.5, "profiled": 24.8, "figure 8": judged}}
+  published, fitted = distserve_parts.reached_rows(points, {"vllm": 6})
+  assert "4.5" in published.reached and "24.8" in published.reached and not published.is_met
+  assert "fitted to Figure 8" in fitted.what and fitted.is_met == (judged < 5)
+  (one,) = distserve_parts.reached_rows({"distserve": {"shipped": 1.8, "profiled": 4.3}},
+                                        {"distserve": 10})  # fmt: skip
+  assert one.is_met and "profiled 4.3" in one.reached and "scaled by its authors" in one.what
 
 
 def published(*parts):
@@ -257,11 +282,52 @@ def test_the_engines_clock_is_brought_to_that_of_arrivals(tmp_path):
 # The page -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", validate.PARTS)
-def test_a_part_without_data_says_what_it_lacks(part, tmp_path):
-  section = part(tmp_path, lambda text: None)
+NEED_DATA = validate.PARTS.keys() - {"engine"}  # it measures
+
+
+@pytest.mark.parametrize("folders", [(), ("distserve", "measured/vidur", "measured/llmservingsim")])
+@pytest.mark.parametrize("name", sorted(NEED_DATA))
+def test_a_part_without_data_says_what_it_lacks(name, folders, tmp_path):
+  for folder in folders:
+    (tmp_path / folder).mkdir(parents=True)
+  section = validate.section_of(name, validate.PARTS[name], tmp_path, lambda text: None)
   assert section.missing and not section.reached
   assert f"Not run: {section.missing}." in section.markdown("pictures")
+
+
+def engine_runs():
+  times = [engine.Measured(0.5 + i / 10, 0.1 + i / 100, 0.01) for i in range(3)]
+  return [
+    engine.Run(strategy, load, repeat, times[repeat], times[0])
+    for strategy in ("a", "b")
+    for load in (0.4, 0.8)
+    for repeat in range(3)
+  ]
+
+
+def test_runs_of_the_engine_that_were_kept_make_the_same_section(tmp_path):
+  section = engine.section(engine.TITLE, engine_runs(), "a machine")
+  path = tmp_path / engine.SAVED
+  path.write_text(json.dumps(to_plain(section.data[engine.SAVED])))
+  again = engine.saved(path, tmp_path, lambda text: None)
+  assert again.markdown("pictures") == section.markdown("pictures")
+  assert "0 of 4" in section.reached[0].reached  # 10 points apart
+  assert engine.saved(tmp_path / "none.json", tmp_path, lambda text: None).missing
+
+
+def test_a_part_that_lacks_a_file_ends_no_other_and_data_are_kept(tmp_path):
+  def lacks(data_dir, show):
+    return (data_dir / "absent.csv").read_text()
+
+  def found(data_dir, show):
+    return Section(title="Found", text="Words.", data={"runs.json": {"runs": [(1, "a")]}})
+
+  suite = validate.Suite(tmp_path, tmp_path, {"lacks": lacks, "found": found})
+  assert validate.run_suite(suite) == 0
+  text = (tmp_path / "VALIDATION.md").read_text()
+  assert "## lacks\n\nNot run: there is no absent.csv." in text and "## Found\n\nWords." in text
+  kept = json.loads((tmp_path / validate.FILES / "runs.json").read_text())
+  assert kept == {"runs": [[1, "a"]]}
 
 
 def test_the_page_has_every_figure_and_every_part():
@@ -281,12 +347,13 @@ def test_the_page_has_every_figure_and_every_part():
   assert text.endswith("## Two\n\nNot run: there is no file.\n")
 
 
-def test_a_replay_is_written_whole(tmp_path):
+def test_a_replay_is_written_whole_and_takes_steps_by_name(tmp_path):
   pytest.importorskip("matplotlib")
   rows = [(*row, 0.1, "" if row[2] == 1 else 0.02) for row in ROWS]
   path, out = write(tmp_path, rows), tmp_path / "out"
   command = [sys.executable, "-m", "experiments.validate", f"--requests={path}",
-             "--model=llama2-7b", "--hardware=a100", "--host_ms=1", f"--out={out}"]  # fmt: skip
+             "--model=opt-13b", "--hardware=a100", "--latency=distserve",
+             f"--out={out}"]  # fmt: skip
   done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
   assert done.returncode == 0, done.stderr
   assert "TTFT" in done.stdout and "wrote summary.json, replay.png" in done.stdout
@@ -295,3 +362,17 @@ def test_a_replay_is_written_whole(tmp_path):
   assert data["tpot_s"]["measured"]["n"] == len(ROWS) - 1
   assert math.isfinite(data["e2e_s"]["simulated"]["p99"])
   assert (out / "replay.png").stat().st_size > 1000
+  asked = read_requests(path)
+  model, link = MODELS["opt-13b"], LINKS["nvlink"]
+  pages = PageConfig(num_rows=128, page_size=16, pages_per_row=100, num_pages=1000)
+  log = simulate(
+    to_requests(asked),
+    parse_pools("mixed:fcfs"),
+    SchedulerOptions(token_budget=2048, steps_in_flight=1),
+    model,
+    lambda spec: LATENCY["distserve"](model, HARDWARE["a100"], 1, 1, link),
+    lambda spec: pages,
+    link,
+  )
+  for metric, (_, simulated) in Replay.of(asked, log).summaries().items():
+    assert data[metric]["simulated"]["mean"] == pytest.approx(simulated.mean), metric
