@@ -323,6 +323,7 @@ HARDWARE: dict[str, Device] = {
   ),
 }
 
+
 def link(name: str) -> Link:
   """A link by name, or of a rate such as `40gbps`.
 

@@ -192,9 +192,7 @@ def _find(drafts: Mapping[int, _Draft], request_id: int, event: Event) -> _Draft
   return found
 
 
-def _start(
-  drafts: Mapping[int, _Draft], request_ids: Iterable[int], event: Step | Stroke
-) -> None:
+def _start(drafts: Mapping[int, _Draft], request_ids: Iterable[int], event: Step | Stroke) -> None:
   """Notes that a step has a part of these requests. A loop, as it runs for every token."""
   start_s, pool = event.start_s, event.pool
   for request_id in request_ids:
