@@ -3,10 +3,13 @@
     python -m experiments.search --goal=goodput --config=configs/opt13b_a100.py
     python -m experiments.search --goal=placement --config=configs/opt13b_a100.py --nodes=4
 
+The first takes a minute. The paper's pair serves 5.58 requests a second, of which 5.31 hold in
+three draws of 4,200 requests (last seen on 30 Nov 2026).
+
 Lengths are the quantiles of the 1,600 ShareGPT pairs that DistServe's repository has with its
 measured runs (Apache-2.0), prompt and output drawn independently; together at most OPT's 2,048
 tokens. SLOs are its table 1's. The paper's placement (table 5) is prefill with TP 2 and decode with
-one GPU, and its runs have 100 requests a GPU (`--requests_per_device=100`).
+one GPU, and its runs have 100 requests a GPU (`--requests_per_device=100 --least_s=0`).
 """
 
 from configs.slos import SLOS

@@ -17,6 +17,11 @@ budget     the token budget of chunked prefill, in tiles of 128, for the ITL tar
 replan     a placement for the first window of a trace or of the first run of a log, and again when
            the rate or lengths drift
 
+Probes of capacity and budget are Sarathi-Serve's, 2,048 requests or half an hour. Those of the
+others are as long as --least_s and --requests_per_device say, and goodputs that are reported, not
+those of replan or of recorded arrivals, are held against runs four times as long.
+--quick has short probes and believes them: rates come out too high (16.0 a second for 9.7, once).
+
 --jobs=N runs probes in N processes, --ray=ADDRESS on a Ray cluster (local starts one; extra [ray];
 a trace has to be at the same path on its machines).
 Finished probes are kept in OUT/probes.jsonl: the same command with the same --out goes on where it
@@ -48,19 +53,19 @@ from experiments.program import (
 )
 from experiments.searching.budgeting import BudgetGoal
 from experiments.searching.drive import Driver, ProbeCache
-from experiments.searching.goals import Asked, Goal, StrategiesGoal, with_slo
+from experiments.searching.goals import Asked, Goal, StrategiesGoal, caveats_of, with_slo
 from experiments.searching.placing import AFFINITIES, PlacementGoal
 from experiments.searching.probe import code_version
 from experiments.searching.replanning import ReplanGoal
 from experiments.sweep import Sweep, make_sweep
+from experiments.traffic import read_traffic
 from pdjax.analysis.placement import Nodes
 from pdjax.analysis.replan import Seen, seen_in
-from pdjax.analysis.targets import Attainment, Stalls
+from pdjax.analysis.targets import Attainment, Stalls, Target
 from pdjax.config import ExperimentConfig
 from pdjax.core.events import read_events
 from pdjax.core.names import pick
 from pdjax.core.plain import to_plain
-from pdjax.workloads.traces import read_trace
 
 GOALS = ("capacity", "goodput", "placement", "budget", "replan")
 
@@ -109,15 +114,22 @@ def _searchable(config: ExperimentConfig, **changes) -> ExperimentConfig:
   return dataclasses.replace(config, slo=slo, **changes)
 
 
-def _asked(config: ExperimentConfig, out: pathlib.Path, target) -> Asked:
-  return Asked(
-    config=config,
-    target=target,
-    out=out,
-    requests_per_device=FLAGS.requests_per_device,
-    least_s=FLAGS.least_s,
-    tolerance=FLAGS.tolerance,
-  )
+# Of probes, where no flag says otherwise.
+_CAPACITY = dict(num_requests=2048, most_s=1800.0)  # as Sarathi-Serve's
+_QUICK = dict(requests_per_device=200, least_s=30.0)
+
+
+def _asked(config: ExperimentConfig, out: pathlib.Path, target: Target) -> Asked:
+  length = dict(confirms=read_traffic(config.workload).lengths is not None)  # there are more
+  if FLAGS.quick or isinstance(target, Stalls):
+    length = dict(_QUICK if FLAGS.quick else _CAPACITY)
+  given = {
+    name: getattr(FLAGS, name) for name in ("num_requests", "requests_per_device", "least_s")
+  }
+  given = {name: value for name, value in given.items() if value is not None}
+  if given and FLAGS.num_requests is None:
+    length |= dict(num_requests=None, most_s=None)  # by devices, then
+  return Asked(config=config, target=target, out=out, tolerance=FLAGS.tolerance, **(length | given))
 
 
 def _goodput() -> Attainment:
@@ -167,17 +179,15 @@ def _seen(config: ExperimentConfig) -> list[Seen]:
     except UnicodeDecodeError as error:
       raise ValueError(f"{FLAGS.events}: not a log of events ({error})") from error
     return seen_in(next(iter(logs.values()), ()))
-  trace = read_trace(path)
-  if not trace.has_arrivals:
+  traffic = read_traffic(dataclasses.replace(config.workload, num_requests=None))
+  if traffic.lengths is not None:
     raise ValueError(f"{path}: the file has lengths only; a drift needs arrivals")
-  if config.workload.trace_limit_s is not None:
-    trace = trace.until(config.workload.trace_limit_s)
-  return [Seen(row.arrival_s, *row.lengths) for row in trace.rows]
+  return [Seen(row.arrival_s, *row.lengths) for row in traffic.trace.rows]
 
 
 def _replan_goal(config: ExperimentConfig, out: pathlib.Path) -> Goal:
   return ReplanGoal(
-    _asked(config, out, _goodput()),
+    dataclasses.replace(_asked(config, out, _goodput()), confirms=False),
     _seen(config),
     _cluster(),
     affinity=FLAGS.affinity,
@@ -214,14 +224,18 @@ def run(prepared: Prepared) -> int:
       was_interrupted = True
       progress.done("interrupted: reporting what was found so far")
   text, data = goal.report()
+  caveats = caveats_of(driver.searches)
   print(
     f"\n== {prepared.name}: {prepared.config.model} on {prepared.config.hardware}, simulated =="
   )
   print(text)
+  if caveats:
+    print(f"  Not shown: {'; '.join(caveats)}.")
   failed = [search for search in driver.searches if search.failure is not None]
   data = {
     "goal": prepared.name,
     **data,
+    "caveats": caveats,
     "config": to_plain(prepared.config),
     "code": code_version(),
     "num_probes": {"simulated": driver.num_simulated, "known": driver.num_reused},
@@ -256,8 +270,14 @@ if __name__ == "__main__":
   flags.DEFINE_float("share", 0.9, "of the requests that have to meet the SLOs")
   flags.DEFINE_bool("separate", False, "each SLO by that share, perhaps by different requests")
   flags.DEFINE_float("queue_s", 2.0, "median queue that still counts, for capacity")
-  flags.DEFINE_integer("requests_per_device", 200, "requests of a probe, times its devices")
-  flags.DEFINE_float("least_s", 30.0, "for which a probe's requests come at the promised capacity")
+  flags.DEFINE_integer(
+    "num_requests", None, "of a probe; default: 2,048 for capacity and budget, else the next two"
+  )
+  flags.DEFINE_integer("requests_per_device", None, "of a probe, times its devices; default: 200")
+  flags.DEFINE_float(
+    "least_s", None, "for which a probe's requests come at the promised capacity; default: 150"
+  )
+  flags.DEFINE_bool("quick", False, "short probes, and no long runs to hold their rates against")
   flags.DEFINE_float("tolerance", 0.05, "rates are found to within this share of themselves")
   flags.DEFINE_integer("nodes", 1, "of the cluster to place on")
   flags.DEFINE_integer("devices_per_node", 8, "of each node")

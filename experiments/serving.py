@@ -37,6 +37,7 @@ from pdjax.serving.executor import Nowhere
 from pdjax.serving.loop import Inbox, serve
 from pdjax.workloads import make_requests
 from pdjax.workloads.arrivals import ARRIVALS, Recorded
+from pdjax.workloads.lengths import LengthFamily, Lengths
 from pdjax.workloads.prompts import corpus_source
 from pdjax.workloads.traces import TraceRow
 
@@ -44,6 +45,7 @@ from pdjax.workloads.traces import TraceRow
 # tiny model's did by 0.1, one token's against another's (230 tokens whole and in chunks of 48, jax
 # 0.10 on CPU); deeper models add up more.
 TIE_MARGINS = {4: 1e-3, 2: 0.5}
+DRAWN = 2520  # lengths at a time: a multiple of 1 to 10, as Mix places a long one among so many
 MOST_CHANGES = 12  # of pools, in the report
 MOST_STEPS_SHOWN = 1000  # in the picture of a timeline; more are a smear
 
@@ -158,7 +160,8 @@ def set_up(checked: Checked, progress: Progress) -> Experiment:
   config, world, traffic = checked.config, checked.world, checked.traffic
   world.prepare(progress.update)
   workload, pages = config.workload, world.pages
-  rng = np.random.default_rng(workload.seed)
+  # Streams of their own: of one seed fewer requests are the first of more, at any rate.
+  lengths_rng, gaps_rng = np.random.default_rng(workload.seed).spawn(2)
   sample = traffic.sample(workload.seed)
   # No more rows are busy than have pages: each holds its prompt and half of its output on average.
   footprint = statistics.fmean(prompt + output / 2 for prompt, output in sample)
@@ -177,7 +180,7 @@ def set_up(checked: Checked, progress: Progress) -> Experiment:
   else:
     rate_rps = workload.rate_rps or workload.load * capacity
     num_requests = workload.num_requests or max(1, round(rate_rps * workload.duration_s))
-    lengths = traffic.lengths.pairs(num_requests, rng)
+    lengths = _drawn(traffic.lengths, num_requests, lengths_rng)
     family = ARRIVALS[workload.arrivals]
     knobs = {"rate_rps": rate_rps, "cv": workload.cv}
     arrivals = family(**{f.name: knobs[f.name] for f in dataclasses.fields(family)})
@@ -190,7 +193,7 @@ def set_up(checked: Checked, progress: Progress) -> Experiment:
   )
   slo = Slo(ttft_s=config.slo.ttft_s or derived.ttft_s, tpot_s=config.slo.tpot_s or derived.tpot_s)
   requests = make_requests(
-    arrivals.times_s(len(lengths), rng),
+    arrivals.times_s(len(lengths), gaps_rng),
     lengths,
     world.prompts(lengths, workload.seed, chat=workload.chat, blocks=blocks),
     config.sampling.params(),
@@ -213,6 +216,16 @@ def set_up(checked: Checked, progress: Progress) -> Experiment:
     + f"SLOs TTFT {slo.ttft_s:.3g} s and TPOT {slo.tpot_s:.3g} s"
   )  # fmt: skip
   return experiment
+
+
+def _drawn(family: LengthFamily, num_requests: int, rng: np.random.Generator) -> list[Lengths]:
+  """The first of as many requests as there may be. A family draws by columns, so that what comes
+  first depends on how many it is asked for: always `DRAWN`.
+  """
+  lengths: list[Lengths] = []
+  while len(lengths) < num_requests:
+    lengths += family.pairs(DRAWN, *rng.spawn(1))
+  return lengths[:num_requests]
 
 
 def _num_pools(config: ExperimentConfig) -> dict[str, int]:

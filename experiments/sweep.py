@@ -122,6 +122,7 @@ class Processes:
             if attempts[id(item)] < MOST_ATTEMPTS:
               todo.appendleft(item)
               continue
+            del attempts[id(item)]  # a later item may have its address
             code = worker.process.exitcode
             message = f"its process died {MOST_ATTEMPTS} times (exit code {code})"
             yield item, Failure(message=message)
@@ -147,9 +148,10 @@ class Processes:
 
 
 class RayCluster:
-  """On a Ray cluster, to which the code is sent; `local` starts one here. Owns the connection.
+  """On a Ray cluster, to which the code is sent. Owns the connection.
 
-  Work of a lost worker is repeated by Ray.
+  `local` starts a cluster of its own on this machine, whatever else runs there. Work of a lost
+  worker is repeated by Ray.
 
   Raises:
     ImportError: the extra [ray] is not installed.
@@ -171,7 +173,7 @@ class RayCluster:
     environment = {"working_dir": str(ROOT), "excludes": [".git", "runs", "tests", ".venv"]}
     try:
       ray.init(
-        address=None if address == "local" else address,
+        address=address,
         runtime_env=environment,
         log_to_driver=False,
         include_dashboard=False if address == "local" else None,
@@ -194,7 +196,9 @@ class RayCluster:
         try:
           result = ray.get(reference)
         except ray.exceptions.RayError as error:
-          result = Failure(message=f"its worker was lost {MOST_ATTEMPTS} times: {error}")
+          is_lost = isinstance(error, _lost(ray.exceptions))
+          what = f"its worker was lost {MOST_ATTEMPTS} times" if is_lost else type(error).__name__
+          result = Failure(message=f"{what}: {error}")
         yield item, result
     finally:
       for reference in running:
@@ -202,6 +206,17 @@ class RayCluster:
 
   def close(self) -> None:
     self._ray.shutdown()
+
+
+def _lost(exceptions: Any) -> tuple[type[Exception], ...]:
+  """What Ray raises where a worker is gone. Anything else is not cured by another worker."""
+  return (
+    exceptions.WorkerCrashedError,
+    exceptions.NodeDiedError,
+    exceptions.LocalRayletDiedError,
+    exceptions.OutOfMemoryError,
+    exceptions.ObjectLostError,
+  )
 
 
 def make_sweep(*, jobs: int, ray: str | None) -> Sweep:

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import gc
 import itertools
+import math
 import os
 import pathlib
 import statistics
@@ -180,12 +181,15 @@ class SimWorld:
     return pick(HARDWARE, name or self._config.hardware, "hardware")
 
   def _make_latency(self, group: DeviceGroup, link: Link) -> LatencyModel:
-    name = "roofline" if group.hardware == INSTANT else self._config.latency
+    name = self._config.latency
+    if group.hardware == INSTANT:  # what its devices send each other takes no time either
+      name, link = "roofline", dataclasses.replace(link, latency_s=0.0, bytes_per_s=math.inf)
     make = pick(LATENCY, name, "latency model")
     return make(self.model, self._device(group.hardware), group.tp, group.pp, link)
 
   def _caveat(self) -> str:
-    found = [caveat for latency in self._latency.values() for caveat in latency.caveats]
+    own = [latency for group, latency in self._latency.items() if group.hardware != INSTANT]
+    found = [caveat for latency in own for caveat in latency.caveats]
     if any(group.pp > 1 for group in self._latency):
       found.append("pipeline stages take their share of the layers, and hand over as the link says")
     return "; ".join(["step times are a latency model's, not measured", *dict.fromkeys(found)])
@@ -276,13 +280,15 @@ class SimWorld:
 
   def executor(self, group: DeviceGroup) -> SimExecutor:
     latency, model = self._latency[group], self.model
+    is_own = self._link in {device.link for device in HARDWARE.values()}
     return SimExecutor(
       step_s=latency.step_s,
       steps_s=latency.steps_s,
       link=self._link,
       bytes_per_token=model.kv_bytes_per_token(self.bytes_per_value),
       # Each device of a stage sends its kv heads to its counterpart in the other pool, all at once.
-      num_links=min(group.tp, model.num_kv_heads),
+      # A link that no device has inside its node is the node's, one for all of them.
+      num_links=min(group.tp, model.num_kv_heads) if is_own else 1,
       page_shape=PageShape(
         page_size=self.pages.page_size,
         num_layers=model.num_layers,

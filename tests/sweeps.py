@@ -30,3 +30,13 @@ def die_on_3(n: int) -> int:
   if n == 3:
     os.kill(os.getpid(), signal.SIGKILL)
   return n * n
+
+
+def die_four_times(path: str) -> int:
+  """Counts in the file, and kills its process until there are four."""
+  deaths = pathlib.Path(path)
+  count = len(deaths.read_text()) if deaths.exists() else 0
+  if count < 4:
+    deaths.write_text("x" * (count + 1))
+    os.kill(os.getpid(), signal.SIGKILL)
+  return count

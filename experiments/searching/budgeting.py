@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -31,12 +32,15 @@ MULTIPLES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 class BudgetGoal:
   """The token budget, a multiple of the tile, that serves most within the target.
 
-  Those whose longest step takes longer than the target are told, and not served: a step of all rows
-  decoding at the 90th percentile of contexts, and for the rest of the budget the last chunk of a
-  prompt at the 90th percentile.
+  Each budget has its longest step beside it: of all rows decoding at the 90th percentile of
+  contexts, and for the rest of the budget the last chunk of a prompt at the 90th percentile. Those
+  whose longest step is within the target are served, and larger ones, one after another, until the
+  capacity falls: the target is of 99 % of the gaps, and few of them are such a step. A budget below
+  the rows of a pool cannot advance all its decodes, and is left out.
 
   Raises:
-    ValueError: several strategies, one that does not cut prompts, or a target that is not `Stalls`.
+    ValueError: several strategies, one that does not cut prompts, a target that is not `Stalls`, or
+      more rows than the largest budget.
   """
 
   def __init__(self, asked: Asked):
@@ -57,9 +61,14 @@ class BudgetGoal:
     context = int(prompt + output / 2)
     pages = world.pages
     num_decodes = max(1, min(num_rows, pages.num_pages * pages.page_size // context))
-    self.num_decodes, self.context = num_decodes, context
+    self.num_decodes, self.context, self.num_rows = num_decodes, context, num_rows
+    budgets = [m * TILE for m in MULTIPLES if m * TILE >= num_rows]
+    if not budgets:
+      raise ValueError(
+        f"cache.num_rows={num_rows} is more than the largest budget, {MULTIPLES[-1] * TILE} tokens"
+      )
     self.step_s: dict[int, float] = {}
-    for budget in (m * TILE for m in MULTIPLES):
+    for budget in budgets:
       chunk = min(max(0, budget - num_decodes), int(prompt))
       self.step_s[budget] = predict_step_s(
         count_slices(
@@ -69,59 +78,73 @@ class BudgetGoal:
           num_emitted=num_decodes + bool(chunk),
         )
       )
-    self.budgets = [b for b, step_s in self.step_s.items() if step_s <= asked.target.itl_s]
-    if not self.budgets:
-      raise ValueError(
-        f"no budget meets an ITL of {asked.target.itl_s:.3g} s: the longest step of the smallest, "
-        f"{TILE} tokens, takes {self.step_s[TILE]:.3g} s with {num_decodes} decodes of {context} "
-        f"tokens"
-      )
-    self.searches: list[RateSearch] = [
-      make_search(
+    self._searches: dict[int, RateSearch] = {
+      budget: make_search(
         asked,
         f"budget {budget}",
         dataclasses.replace(
           config, scheduler=dataclasses.replace(config.scheduler, token_budget=budget)
         ),
       )
-      for budget in self.budgets
-    ]
+      for budget in budgets
+    }
+    self.searches: dict[int, RateSearch] = {}  # of these, those that are served
 
   def run(self, driver: Driver, progress: Progress) -> None:
-    driver.run(self.searches)
+    within = [b for b, step_s in self.step_s.items() if step_s <= self._asked.target.itl_s]
+    self._serve(within, driver)
+    for budget in self.step_s:
+      if budget in within:
+        continue
+      best_rps = max(self._capacity_rps.values(), default=0.0)
+      self._serve([budget], driver)
+      rate_rps = self._capacity_rps.get(budget)
+      if rate_rps is None or rate_rps * (1 + self._asked.tolerance) < best_rps:
+        return
+
+  def _serve(self, budgets: Sequence[int], driver: Driver) -> None:
+    self.searches |= {budget: self._searches[budget] for budget in budgets}
+    driver.run([self._searches[budget] for budget in budgets])
 
   @property
   def _capacity_rps(self) -> dict[int, float]:
-    pairs = zip(self.budgets, self.searches, strict=True)
-    return {budget: s.passed_rps for budget, s in pairs if s.passed_rps is not None}
+    return {b: s.passed_rps for b, s in self.searches.items() if s.passed_rps is not None}
 
   def report(self) -> tuple[str, dict[str, Any]]:
     itl_s, capacity_rps = self._asked.target.itl_s, self._capacity_rps
-    words = nothing_passes(self.searches) or "no search came to a rate."
+    searches = list(self.searches.values())
+    words = nothing_passes(searches) or "no search came to a rate."
     if capacity_rps:
       best = max(capacity_rps, key=lambda b: (capacity_rps[b], b))
+      within = [b for b, step_s in self.step_s.items() if step_s <= itl_s]
       words = (
         f"token_budget={best} for an ITL of {itl_s:.3g} s on {self._asked.config.hardware} with "
-        f"{self._asked.config.model}: {found(self.searches[self.budgets.index(best)])}; "
-        f"the largest whose longest step is within it is {max(self.budgets)}."
-      )
+        f"{self._asked.config.model}: {found(self.searches[best])}; "
+        + (f"the largest whose longest step is within it is {max(within)}." if within
+           else "the longest step of none is within it.")
+      )  # fmt: skip
+      if best == max(self.step_s):
+        words += " It is the largest that was tried: a larger one may serve more."
     steps = "\n".join(
       f"  budget {budget:5d}  longest step {step_s:.4g} s"
-      + ("" if step_s <= itl_s else "  over the target: not served")
+      + ("" if step_s <= itl_s else "  over the target")
+      + ("" if budget in self.searches else "  not served")
       for budget, step_s in self.step_s.items()
     )
     head = (
       f"Steps of {self.num_decodes} decodes of {self.context} tokens beside the last chunk of a "
       f"prompt, both at the 90th percentile:"
     )
+    if self.num_rows > TILE:
+      steps += f"\n  budgets below the {self.num_rows} rows of a pool are left out"
     text = "\n".join(
-      [asked_line(self._asked), head, steps, table(self.searches), "Verdict", f"  {words}"]
+      [asked_line(self._asked), head, steps, table(searches), "Verdict", f"  {words}"]
     )
     data = {
       "tile_tokens": TILE,
       "longest_step_s": {str(b): s for b, s in self.step_s.items()},
       "capacity_rps": {str(b): c for b, c in capacity_rps.items()},
-      "searches": [data_of(s) for s in self.searches],
+      "searches": [data_of(s) for s in searches],
       "verdict": words,
     }
     return text, data
@@ -132,5 +155,5 @@ class BudgetGoal:
     with whole_file(out / "budgets.png") as path:
       draw_budgets(self.step_s, self._capacity_rps, self._asked.target.itl_s, path)
     with whole_file(out / "frontier.png") as path:
-      draw_frontier(self.searches, path)
+      draw_frontier(list(self._searches.values()), path)
     return ["budgets.png", "frontier.png"]

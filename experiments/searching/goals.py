@@ -9,22 +9,30 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from experiments.program import Progress
-from experiments.searching.drive import Driver, RateSearch
+from experiments.searching.drive import (
+  LONGER,
+  MOST_REQUESTS,
+  NUM_DRAWS,
+  START_SHARE,
+  Driver,
+  RateSearch,
+)
 from experiments.searching.probe import Probe, unloaded
 from pdjax.analysis.targets import Outcome, Stalls, Target
 from pdjax.config import ExperimentConfig, num_devices_of, parse_pools
 from pdjax.core.plain import to_plain
 
-START_SHARE = 0.7  # of what step times promise: where searches begin
+MOST_NAMED = 3  # searches, of those with a caveat of their own
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
   """What a search is asked for. The SLOs of `config` are known.
 
-  Every probe of a search has `requests_per_device` times its devices requests, as DistServe's runs
-  have, and no fewer than arrive in `least_s` at the rate that step times promise: in a shorter run
-  pools pass at a load that they could not hold, as it ends before their queues are long.
+  Every probe has `num_requests`, or those that come in `most_s` where they are fewer. Where it is
+  None it has `requests_per_device` times its devices, as DistServe's runs have, and no fewer than
+  arrive in `least_s` at the rate that step times promise. With `confirms`, what is reported is held
+  against longer runs (`RateSearch`); candidates, of which one is chosen, are not.
 
   Raises:
     ValueError: a number that is not positive.
@@ -33,16 +41,31 @@ class Asked:
   config: ExperimentConfig
   target: Target
   out: pathlib.Path
+  num_requests: int | None = None
+  most_s: float | None = None
   requests_per_device: int = 200
-  least_s: float = 30.0
+  least_s: float = 150.0
   tolerance: float = 0.05
+  confirms: bool = False
 
   def __post_init__(self):
-    for name in ("requests_per_device", "tolerance"):
-      if not getattr(self, name) > 0:
-        raise ValueError(f"{name}={getattr(self, name)} must be positive")
+    for name in ("num_requests", "most_s", "requests_per_device", "tolerance"):
+      value = getattr(self, name)
+      if value is not None and not value > 0:
+        raise ValueError(f"{name}={value} must be positive")
     if not self.least_s >= 0:
       raise ValueError(f"least_s={self.least_s} must be 0 or more")
+
+  @property
+  def length(self) -> str:
+    """Of a probe, in words."""
+    if self.num_requests is None:
+      return (
+        f"{self.requests_per_device} requests a device in every probe, or as many as come in "
+        f"{self.least_s:g} s if nothing waits"
+      )
+    text = f"{self.num_requests} requests in every probe"
+    return text if self.most_s is None else f"{text}, or those of {self.most_s:g} s"
 
 
 class Goal(Protocol):
@@ -84,6 +107,7 @@ def make_search(
   half: str | None = None,
   target: Target | None = None,
   must_beat_rps: float | None = None,
+  is_candidate: bool = False,
 ) -> RateSearch:
   """A search of the experiment's one strategy, beginning at what its `capacity_rps` suggests.
 
@@ -93,10 +117,8 @@ def make_search(
   (strategy,) = config.strategy_names
   specs = [s for s in config.pools_of(strategy) if half in (None, s.role)]
   capacity_rps = capacity_rps or unloaded(config).capacity_rps
-  # Of decodes, step times promise one step at a time also of a pipeline, which may hold more.
-  most_rps = capacity_rps * max([1, *(spec.pp for spec in specs if spec.role != "prefill")])
-  num_requests = max(
-    asked.requests_per_device * num_devices_of(specs), math.ceil(most_rps * asked.least_s)
+  num_requests = asked.num_requests or max(
+    asked.requests_per_device * num_devices_of(specs), math.ceil(capacity_rps * asked.least_s)
   )
   workload = dataclasses.replace(config.workload, num_requests=num_requests)
   template = Probe(config=dataclasses.replace(config, workload=workload), rate_rps=1.0, half=half)
@@ -106,7 +128,9 @@ def make_search(
     target or asked.target,
     start_rps=START_SHARE * capacity_rps,
     tolerance=asked.tolerance,
+    most_s=asked.most_s,
     must_beat_rps=must_beat_rps,
+    confirms=asked.confirms and not is_candidate,
   )
 
 
@@ -128,8 +152,21 @@ def found(search: RateSearch) -> str:
     return f"none: {at_least_load(search)}"
   text = f"{search.passed_rps:.4g}/s, {search.per_device_rps:.4g} a device"
   if search.bound.failed_rps is None:
-    return f"at least {text}: no rate failed"
-  return text
+    text = f"at least {text}: no rate failed"
+  return text + _confirmed(search)
+
+
+def _confirmed(search: RateSearch) -> str:
+  """What the long runs say, which are of other draws of requests: so much is chance."""
+  if not search.long_runs:
+    return ""
+  runs = search.long_runs
+  lo, *_, hi = sorted(search.target.value(o) for o in runs)
+  verdict = "holds" if search.is_confirmed else "does NOT hold"
+  return (
+    f"; {runs[0].rate_rps:.4g}/s {verdict} in {len(runs)} draws of {runs[0].num_requests} requests "
+    f"({lo:.3g} to {hi:.3g})"
+  )
 
 
 def at_least_load(search: RateSearch) -> str:
@@ -152,13 +189,40 @@ def _s(value_s: float | None) -> str:
 
 
 def asked_line(asked: Asked) -> str:
-  slo = asked.config.slo
-  return (
-    f"Highest rate with {asked.target.label}; SLOs TTFT {slo.ttft_s:.3g} s, TPOT "
-    f"{slo.tpot_s:.3g} s. {asked.requests_per_device} requests a device in every probe, or as many "
-    f"as come in {asked.least_s:g} s if nothing waits, the same ones at all rates (seed "
+  slo, text = asked.config.slo, f"Highest rate with {asked.target.label}"
+  if not isinstance(asked.target, Stalls):  # which has limits of its own
+    text += f"; SLOs TTFT {slo.ttft_s:.3g} s, TPOT {slo.tpot_s:.3g} s"
+  text += (
+    f". {asked.length}, the first of the same ones at all rates and for all pools (seed "
     f"{asked.config.workload.seed}); rates to within {asked.tolerance:.2g} of themselves."
   )
+  if asked.confirms:
+    text += (
+      f" What is reported is held, lower by as much, against {NUM_DRAWS} draws of {LONGER} times "
+      f"as many (at most {MOST_REQUESTS}); where most fail, it is searched again with so many."
+    )
+  return text
+
+
+def caveats_of(searches: Sequence[RateSearch]) -> list[str]:
+  """What a reader must know of the step times: of all of them, and of those that were not measured
+  the like of, at the rates that passed.
+  """
+  outcomes = [o for search in searches for o in _all_outcomes(search)]
+  found = dict.fromkeys(c for o in outcomes for joined in o.caveats for c in joined.split("; "))
+  beyond = [
+    f"{search.name} at {outcome.rate_rps:.4g}/s: {text}"
+    for search in searches
+    for outcome in search.outcomes
+    if outcome.rate_rps == search.passed_rps
+    for text in outcome.extrapolated
+  ]
+  more = [f"and so {len(beyond) - MOST_NAMED} more"] if len(beyond) > MOST_NAMED else []
+  return [*found, *beyond[:MOST_NAMED], *more]
+
+
+def _all_outcomes(search: RateSearch) -> list[Outcome]:
+  return [*search.earlier, *search.outcomes, *search.long_runs]
 
 
 def table(searches: Sequence[RateSearch]) -> str:
@@ -167,7 +231,7 @@ def table(searches: Sequence[RateSearch]) -> str:
   width = max((len(search.name) for search in shown), default=0)
   lines = [
     f"  {search.name.ljust(width)}  {search.num_devices:3d} devices  "
-    f"{len(search.outcomes):2d} probes  {found(search)}{_over(search)}"
+    f"{search.num_probes:2d} probes  {found(search)}{_over(search)}"
     for search in shown
   ]
   if len(shown) < len(searches):
@@ -181,7 +245,7 @@ def _over(search: RateSearch) -> str:
   """How long requests keep coming at the rate that passed."""
   if search.passed_rps is None:
     return ""
-  num_requests = search.template.config.workload.num_requests
+  (num_requests,) = {o.num_requests for o in search.outcomes if o.rate_rps == search.passed_rps}
   return f"; {num_requests} requests in {num_requests / search.passed_rps:.3g} s"
 
 
@@ -197,6 +261,9 @@ def data_of(search: RateSearch) -> dict[str, Any]:
     "failure": None if search.failure is None else to_plain(search.failure),
     "per_device_rps": search.per_device_rps,
     "outcomes": [to_plain(o) for o in sorted(search.outcomes, key=_rate)],
+    "long_runs": [to_plain(o) for o in search.long_runs],
+    "is_confirmed": search.is_confirmed if search.long_runs else None,
+    "earlier": [to_plain(o) for o in search.earlier],
   }
 
 

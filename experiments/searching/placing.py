@@ -7,7 +7,8 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from configs.hardware import HARDWARE
+from configs.hardware import HARDWARE, link
+from configs.latency import LATENCY
 from configs.models import MODELS
 from experiments.program import Progress, whole_file
 from experiments.searching.drive import Driver, RateSearch
@@ -29,10 +30,12 @@ from pdjax.analysis.placement import (
   Nodes,
   Placement,
   Shape,
+  holds,
   most_on,
   pools_for_rate,
   segmented,
   shapes,
+  units_on,
 )
 from pdjax.analysis.targets import Attainment
 from pdjax.config import ExperimentConfig
@@ -58,12 +61,18 @@ class Candidate:
 
 
 def best_of(
-  asked: Asked, candidates: Sequence[Candidate], driver: Driver, searches: list[RateSearch]
+  asked: Asked,
+  candidates: Sequence[Candidate],
+  driver: Driver,
+  searches: list[RateSearch],
+  *,
+  prunes: bool = True,
 ) -> tuple[Candidate, RateSearch] | None:
   """The candidate that serves most by its weight, or None. Appends to `searches`.
 
   Those whose step times promise most come first, in waves of a fixed size, each against the best of
-  the waves before: one that fails at a rate better by more than the tolerance costs one probe.
+  the waves before: one that fails at a rate better by more than the tolerance costs one probe,
+  unless all rates are wanted (`prunes` False).
   """
   promised = [(unloaded(c.config).capacity_rps, c) for c in candidates]
   promised.sort(key=lambda pair: -pair[0] * pair[1].weight)
@@ -80,7 +89,10 @@ def best_of(
           capacity_rps=capacity_rps,
           half=candidate.half,
           target=candidate.target,
-          must_beat_rps=score * (1 + asked.tolerance) / candidate.weight if score else None,
+          must_beat_rps=score * (1 + asked.tolerance) / candidate.weight
+          if prunes and score
+          else None,
+          is_candidate=True,
         ),
       )
       for capacity_rps, candidate in promised[start : start + WAVE]
@@ -101,8 +113,10 @@ class PlacementGoal:
   The pools are then replicated: for `rate_rps`, or to fill the cluster. What comes out, and the
   best of the colocated, are served once more as they would be, with all their pools.
 
+  A shape that the latency model knows nothing of is no candidate, and the report says so.
+
   Raises:
-    ValueError: the model fits nowhere, or one of the names is wrong.
+    ValueError: the model fits nowhere, or one of the names or numbers is wrong.
   """
 
   def __init__(
@@ -120,19 +134,27 @@ class PlacementGoal:
       raise ValueError(f"affinity={affinity!r} must be one of {', '.join(AFFINITIES)}")
     if not isinstance(asked.target, Attainment):
       raise ValueError("placements are searched for goodput, not for capacity")
+    if rate_rps is not None and not rate_rps > 0:
+      raise ValueError(f"rate_rps={rate_rps} must be positive")
+    if most_pools < 1:
+      raise ValueError(f"most_pools={most_pools} must be at least 1")
     self._cluster, self._affinity, self._node_link = cluster, affinity, node_link
     self._rate_rps, self._baselines = rate_rps, baselines
-    config = asked.config
+    self.asked, config = asked, asked.config
     self.model = pick(MODELS, config.model, "model")
-    self.shapes = shapes(self.model, cluster, self._fits(config))
+    self._device = pick(HARDWARE, config.hardware, "hardware")
+    self._longest = read_traffic(config.workload).longest
+    self._refused: dict[Shape, str | None] = {}  # why not, of every shape that was looked at
+    self._num_unknown, self._unknown = 0, ""  # shapes without step times, and what one of them says
+    self.shapes = shapes(self.model, cluster, self._fits)
     if not self.shapes:
-      raise ValueError(self._why_nowhere(config))
+      raise ValueError(self._why_nowhere())
     smallest = with_pools(config, self.shapes[0].text("mixed"))
     config = dataclasses.replace(config, slo=with_slo(smallest).slo)
     self.asked = dataclasses.replace(asked, config=config)
     self.units: list[Placement] = []
     if affinity == "low":
-      self.units = segmented(self.model, cluster, self._fits(config), most_pools=most_pools)
+      self.units = segmented(self.model, cluster, self._fits, most_pools=most_pools)
     if 2 * self.shapes[0].num_devices > cluster.num_devices:
       raise ValueError(
         f"{cluster.num_devices} x {config.hardware} cannot hold a prefill and a decode pool of "
@@ -145,6 +167,7 @@ class PlacementGoal:
       )
     unloaded(self._config_of(self.units[0] if self.units else self._smallest_pair()))
     self.searches: dict[str, list[RateSearch]] = {}  # by what was searched
+    self.unit: Placement | None = None  # what is replicated (low affinity)
     self.placement: Placement | None = None
     self.final: RateSearch | None = None
     self.baseline: RateSearch | None = None
@@ -152,48 +175,48 @@ class PlacementGoal:
   def _smallest_pair(self) -> Placement:
     return Placement(prefill=self.shapes[0], decode=self.shapes[0])
 
-  def _fits(self, config: ExperimentConfig):
-    device = pick(HARDWARE, config.hardware, "hardware")
-    longest = read_traffic(config.workload).longest
-    page_size, step_tokens = config.cache.page_size, largest_step(config, longest[0])
+  def _fits(self, shape: Shape) -> bool:
+    if shape not in self._refused:
+      self._refused[shape] = self._why_not(shape)
+    return self._refused[shape] is None
 
-    def fits(shape: Shape) -> bool:
-      try:
-        pages = num_pages(
-          model=self.model,
-          device=device,
-          page_size=page_size,
-          tp=shape.tp,
-          pp=shape.pp,
-          step_tokens=step_tokens,
-        )
-      except ValueError:
-        return False
-      return pages * page_size >= sum(longest)
+  def _why_not(self, shape: Shape) -> str | None:
+    """Why a pool cannot have this shape; None where it can."""
+    config, device = self.asked.config, self._device
+    try:
+      make = pick(LATENCY, config.latency, "latency model")
+      make(self.model, device, shape.tp, shape.pp, link(config.tp_link or config.link))
+    except ValueError as error:
+      self._num_unknown, self._unknown = self._num_unknown + 1, str(error)
+      return str(error)
+    page_size = config.cache.page_size
+    try:
+      pages = num_pages(
+        model=self.model,
+        device=device,
+        page_size=page_size,
+        tp=shape.tp,
+        pp=shape.pp,
+        step_tokens=largest_step(config, self._longest[0]),
+        bytes_per_weight=device.bytes_per_value,
+        bytes_per_kv=device.bytes_per_value,
+        bytes_per_activation=device.bytes_per_value,
+      )
+    except ValueError as error:
+      return str(error)
+    if pages * page_size < sum(self._longest):
+      return "the longest request has no room beside the weights"
+    return None
 
-    return fits
-
-  def _why_nowhere(self, config: ExperimentConfig) -> str:
-    device = pick(HARDWARE, config.hardware, "hardware")
+  def _why_nowhere(self) -> str:
     everywhere = shapes(self.model, self._cluster, lambda shape: True)
     if not everywhere:
       return f"{self.model.name} cannot be split over the devices of a node in any way"
     largest = everywhere[-1]
-    try:
-      num_pages(
-        model=self.model,
-        device=device,
-        page_size=config.cache.page_size,
-        tp=largest.tp,
-        pp=largest.pp,
-      )
-      why = "the longest request has no room beside the weights"
-    except ValueError as error:
-      why = str(error)
     return (
       f"{self.model.name} fits no placement on {self._cluster.num_nodes} x "
-      f"{self._cluster.devices_per_node} x {device.name}; of {len(everywhere)} shapes the largest "
-      f"is tp={largest.tp} pp={largest.pp}: {why}"
+      f"{self._cluster.devices_per_node} x {self._device.name}; of {len(everywhere)} shapes the "
+      f"largest is tp={largest.tp} pp={largest.pp}: {self._refused[largest]}"
     )
 
   # The experiments --------------------------------------------------------------------------------
@@ -243,10 +266,12 @@ class PlacementGoal:
   def _colocated(self, num_devices: int) -> list[Candidate]:
     """One pool of each shape and policy; stages only where no pool without fits, as vLLM had it."""
     plain = [s for s in self.shapes if s.pp == 1 and s.num_devices <= num_devices]
+    num_rows = self.asked.config.cache.num_rows
+    budgets = [b for b in BASELINE_BUDGETS if b >= num_rows]  # a step has a token of every row
     candidates = []
     for shape in plain or [s for s in self.shapes if s.num_devices <= num_devices]:
       count = num_devices // shape.num_devices
-      for policy, budget in [("prefill_first", None), *(("sarathi", b) for b in BASELINE_BUDGETS)]:
+      for policy, budget in [("prefill_first", None), *(("sarathi", b) for b in budgets)]:
         changes = {}
         if budget is not None:
           scheduler = self.asked.config.scheduler
@@ -295,15 +320,20 @@ class PlacementGoal:
 
   def _place(self, driver: Driver) -> Placement | None:
     bests = []
+    # To fill a cluster the best of a device alone does not do: what is left over counts as well.
+    prunes = self._affinity == "low" or self._rate_rps is not None
     for what, candidates in self.candidates().items():
-      best = self._search(what, candidates, driver)
+      best = self._search(what, candidates, driver, prunes=prunes)
       if best is None:
         return None
       bests.append((best[0].thing, best[1].passed_rps))
     return self._count_alone(bests) if self._affinity == "high" else self._count_together(*bests)
 
-  def _search(self, what: str, candidates: Sequence[Candidate], driver: Driver):
-    return best_of(self.asked, candidates, driver, self.searches.setdefault(what, []))
+  def _search(
+    self, what: str, candidates: Sequence[Candidate], driver: Driver, *, prunes: bool = True
+  ) -> tuple[Candidate, RateSearch] | None:
+    searches = self.searches.setdefault(what, [])
+    return best_of(self.asked, candidates, driver, searches, prunes=prunes)
 
   def _count_alone(self, bests: Sequence[tuple[Shape, float]]) -> Placement | None:
     """Algorithm 1, from where it counts replicas."""
@@ -321,16 +351,14 @@ class PlacementGoal:
       shape_of = {c.name: c.thing for c in candidates}
       passed = (s for s in self.searches[what] if s.passed_rps is not None)
       served.append([(shape_of[s.name], s.passed_rps) for s in passed])
-    return most_on(self._cluster.num_devices, *served)
+    return most_on(self._cluster, *served)
 
   def _count_together(self, best: tuple[Placement, float]) -> Placement:
     """Algorithm 2, from where it counts replicas."""
-    (unit, unit_rps), cluster = best, self._cluster
+    self.unit, unit_rps = best
     if self._rate_rps is not None:
-      return unit.times(pools_for_rate(self._rate_rps, unit_rps))
-    # Units stay inside their nodes: as many as fit on each group of `segments` nodes.
-    per_group = cluster.devices_per_node * unit.segments // unit.num_devices
-    return unit.times(cluster.num_nodes // unit.segments * per_group)
+      return self.unit.times(pools_for_rate(self._rate_rps, unit_rps))
+    return self.unit.times(units_on(self._cluster, self.unit))
 
   def serve(self, placement: Placement, driver: Driver) -> RateSearch:
     """The goodput of all pools of a placement."""
@@ -363,6 +391,11 @@ class PlacementGoal:
       f"{self.asked.config.hardware}, {self._node_link} between them. Affinity {self._affinity}: "
       f"{_ALGORITHM[self._affinity]}",
     ]
+    if self._num_unknown:
+      lines.append(
+        f"{self._num_unknown} shapes are no candidates, as latency={self.asked.config.latency} "
+        f"does not know them: {self._unknown}."
+      )
     for what, searches in self.searches.items():
       lines += [f"{what.capitalize()}:", table(searches)]
     words = self.verdict()
@@ -394,8 +427,7 @@ class PlacementGoal:
     if self.final.passed_rps is None:
       return f"{self.placement.pools} with all its pools: {found(self.final)}."
     text = f"Place {self.placement.pools}: {found(self.final)}."
-    if self.placement.num_devices > self._cluster.num_devices:
-      text += f" The cluster has only {self._cluster.num_devices} devices."
+    text += self._lack()
     if self.placement.segments > 1:
       text += f" Each pool's stages are on {self.placement.segments} nodes."
     if self._rate_rps is not None and self.final.passed_rps < self._rate_rps:
@@ -413,6 +445,17 @@ class PlacementGoal:
     if ours >= theirs:
       return f"{text}. Disaggregation serves {ours / theirs:.2f} times as much."
     return f"{text}. Colocated pools serve {theirs / ours:.2f} times as much: do not disaggregate."
+
+  def _lack(self) -> str:
+    """What the nodes cannot hold of the placement, if anything."""
+    nodes = f" {self._cluster.num_nodes} nodes of {self._cluster.devices_per_node} devices"
+    if self.unit is not None:
+      num_units = units_on(self._cluster, self.unit)
+      if self.placement.num_prefill > num_units * self.unit.num_prefill:
+        return f"{nodes} do not hold it: only {num_units} x {self.unit.pools}, as KV stays inside."
+    elif not holds(self._cluster, self.placement):
+      return f"{nodes} do not hold it."
+    return ""
 
   def draw(self, out: pathlib.Path) -> list[str]:
     from experiments.figures.search import draw_bars, draw_frontier

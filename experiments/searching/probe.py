@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import io
 import json
 import pathlib
@@ -27,6 +28,7 @@ from pdjax.workloads.traces import read_trace
 _CODE = (
   *(f"pdjax/{part}" for part in ("core", "metrics", "scheduling", "serving", "sim", "workloads")),
   *("pdjax/config.py", "pdjax/deployment.py", "pdjax/analysis/targets.py"),
+  *("configs/latency.py", "configs/linear.py"),
   *("experiments/serving.py", "experiments/traffic.py", "experiments/worlds.py"),
   "experiments/searching/probe.py",
 )
@@ -37,7 +39,7 @@ class Probe:
   """A simulated experiment with one strategy, SLOs and a number of requests; `rate_rps` is its own.
 
   A trace with arrivals is sped up to the rate. With the same seed all rates have the same requests,
-  and gaps that differ by a factor.
+  and gaps that differ by a factor; a probe of fewer requests has the first of them.
 
   `half` is what counts where pools of the other role are `INSTANT`: of `prefill`, first tokens
   alone, so requests end there; of `decode`, all the time since a request arrived, as its prompt
@@ -81,7 +83,7 @@ class Probe:
 
   def key(self) -> str:
     """A digest of all that the outcome depends on: also what names stand for, and the code."""
-    config = self.config
+    config, trace = self.config, self.config.workload.trace
     names = {spec.hardware or config.hardware for spec in pools_of(config)} - {INSTANT}
     parts = {
       "probe": to_plain(self),
@@ -91,7 +93,7 @@ class Probe:
         to_plain(link(name or config.link))
         for name in (config.link, config.tp_link, config.pp_link)
       ],
-      "trace": None if config.workload.trace is None else _digest(config.workload.trace),
+      "trace": None if trace is None else _digest(trace),
       "code": code_version(),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()
@@ -99,8 +101,8 @@ class Probe:
 
 @functools.cache
 def code_version() -> str:
-  """A digest of the source of all code that takes part in a simulation."""
-  digest = hashlib.sha256()
+  """A digest of the source of all code that takes part in a simulation, and of its tables."""
+  digest = hashlib.sha256(_tables_version().encode())
   for name in _CODE:
     path = ROOT / name
     for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
@@ -108,12 +110,18 @@ def code_version() -> str:
   return digest.hexdigest()
 
 
-@functools.cache
+def _tables_version() -> str:
+  """The version of the package with measured operators; none where it is not installed."""
+  try:
+    return importlib.metadata.version("aiconfigurator-core")
+  except importlib.metadata.PackageNotFoundError:
+    return "none"
+
+
 def _digest(path: str) -> str:
   return hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
 
 
-@functools.cache
 def _recorded_rps(path: str, num_requests: int) -> float | None:
   """The mean rate of the first requests of a trace; None where it has no arrivals."""
   trace = read_trace(path).first(num_requests)
@@ -141,7 +149,12 @@ def simulate(probe: Probe) -> Outcome:
   records: Mapping[int, RequestRecord] = request_records(log)
   if probe.half == "decode":
     records = {i: _since_arrival(record) for i, record in records.items()}
-  return outcome_of(records, experiment.slo, probe.rate_rps)
+  world = experiment.world
+  return dataclasses.replace(
+    outcome_of(records, experiment.slo, probe.rate_rps),
+    caveats=tuple(world.caveats),
+    extrapolated=tuple(world.extrapolated({probe.strategy: log})),
+  )
 
 
 def _since_arrival(record: RequestRecord) -> RequestRecord:

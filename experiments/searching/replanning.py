@@ -12,7 +12,14 @@ from experiments.searching.drive import Driver, RateSearch
 from experiments.searching.goals import Asked, found
 from experiments.searching.placing import PlacementGoal
 from pdjax.analysis.placement import Nodes, Placement
-from pdjax.analysis.replan import Drift, Seen, Window, first_drift, windows
+from pdjax.analysis.replan import (
+  Drift,
+  Seen,
+  Window,
+  check_threshold,
+  first_drift,
+  windows,
+)
 from pdjax.core.plain import to_plain
 
 
@@ -37,10 +44,12 @@ class ReplanGoal:
   """Searches a placement for the first window of a trace, and another for each that drifts from it.
 
   A window's lengths are those that it has, in pairs; arrivals are drawn. Placements are replicated
-  for the rate of their window. Writes the lengths of the windows into the folder of results.
+  for the rate of their window. A window of fewer than `least_requests` shows its rate alone, and is
+  placed for the lengths before it. Writes the lengths of the windows into the folder of results.
 
   Raises:
-    ValueError: a trace that does not hold two windows of enough requests.
+    ValueError: a trace that does not hold a window of enough requests and another after it, or a
+      number out of range.
   """
 
   def __init__(
@@ -60,28 +69,33 @@ class ReplanGoal:
     self._how = dict(affinity=affinity, node_link=node_link)
     self._threshold, self._least = threshold, least_requests
     self._most_changes, self._width_s = most_changes, width_s
+    check_threshold(threshold)
+    for name, value in (("least_requests", least_requests), ("most_changes", most_changes)):
+      if value < 1:
+        raise ValueError(f"{name}={value} must be at least 1")
     every = windows(requests, width_s)
-    self.windows = [w for w in every if len(w.requests) >= least_requests]
+    first = next((i for i, w in enumerate(every) if len(w.requests) >= least_requests), len(every))
+    self.windows = every[first:]  # what comes before is too little to place pools for
     if len(self.windows) < 2:
       most = max((len(w.requests) for w in every), default=0)
       raise ValueError(
-        f"of {len(every)} windows of {width_s:g} s, {len(self.windows)} have {least_requests} "
-        f"requests (the fullest has {most}): there is no drift to see; take wider windows, or "
-        f"a lower --least_requests"
+        f"of {len(every)} windows of {width_s:g} s, {len(self.windows)} come from the first with "
+        f"{least_requests} requests on (the fullest has {most}): there is no drift to see; take "
+        f"wider windows, or a lower --least_requests"
       )
     # The same mistakes as in a search for one placement, before anything runs.
     PlacementGoal(asked, cluster, **self._how)
     self.changes: list[Change] = []
 
   def run(self, driver: Driver, progress: Progress) -> None:
-    window, later = self.windows[0], self.windows[1:]
+    window, *rest = self.windows
+    later = iter(rest)
     self._add(window, (), driver, progress)
     while self.changes[-1].placement is not None and len(self.changes) <= self._most_changes:
-      drifted = first_drift(window, later, self._threshold)
+      drifted = first_drift(window, later, self._threshold, least_requests=self._least)
       if drifted is None:
         return
       window, found_drifts = drifted
-      later = later[later.index(window) + 1 :]
       progress.done(f"{_span(window)} drifted: {'; '.join(map(str, found_drifts))}")
       self._add(window, tuple(found_drifts), driver, progress)
 
@@ -89,11 +103,19 @@ class ReplanGoal:
     self, window: Window, drifts: tuple[Drift, ...], driver: Driver, progress: Progress
   ) -> None:
     name = f"window-{window.start_s:g}-{window.end_s:g}.csv"
-    rows = [f"{r.prompt_tokens},{r.output_tokens}" for r in window.requests]
+    rows = [f"{r.prompt_tokens},{r.output_tokens}" for r in window.sample]
     with whole_file(self._asked.out / name) as path:
       path.write_text("\n".join(["num_prefill_tokens,num_decode_tokens", *rows]) + "\n")
+    workload = self._asked.config.workload
     workload = dataclasses.replace(
-      self._asked.config.workload, trace=str(self._asked.out / name), trace_limit_s=None
+      workload,
+      trace=str(self._asked.out / name),
+      arrivals="poisson" if workload.arrivals == "trace" else workload.arrivals,
+      # What follows was asked of the recording, and is in the windows already.
+      length_scale=1,
+      trace_limit_s=None,
+      trace_speed=1.0,
+      trace_spread_s=None,
     )
     asked = dataclasses.replace(
       self._asked, config=dataclasses.replace(self._asked.config, workload=workload)
@@ -111,9 +133,9 @@ class ReplanGoal:
 
   def report(self) -> tuple[str, dict[str, Any]]:
     lines = [
-      f"{len(self.windows)} windows of {self._width_s:g} s with at least {self._least} requests. A "
-      f"search runs again when the rate or a mean length is more than {self._threshold:.0%} off, "
-      f"up or down, what was planned for."
+      f"{len(self.windows)} windows of {self._width_s:g} s, from the first with {self._least} "
+      f"requests on; one with fewer shows its rate alone. A search runs again when the rate or a "
+      f"mean length is more than {self._threshold:.0%} off, up or down, what was planned for."
     ]
     for change in self.changes:
       lines.append(f"{_span(change.window)}: {_traffic(change.window)}")

@@ -6,7 +6,8 @@ import dataclasses
 import math
 from collections.abc import Generator
 
-FLOOR_SHARE = 2.0**-10  # of the first guess: so little load that nobody meets anybody
+NEAR_SHARE = 1 / 4  # of the first guess, which seldom is further off
+FLOOR_SHARE = 2.0**-10  # so little load that nobody meets anybody
 MOST_DOUBLINGS = 3
 
 
@@ -27,11 +28,12 @@ def search_rate(
 ) -> Generator[float, bool, RateBound]:
   """Yields rates to probe, is sent whether each passed, and returns the bound.
 
-  From `start_rps` it doubles until a rate fails, or falls at once to next to no load, to know
-  whether any rate passes; then it bisects, by ratios, until the rates that passed and failed are
-  within a share of `tolerance`. `must_beat_rps` is probed first, and ends the search if it fails.
-  A target is taken to be met at every rate below one that passed. With few requests chance makes
-  that a little untrue, and the rate that comes out passed and one `tolerance` above it failed.
+  From `start_rps` it doubles until a rate fails, or falls to a quarter and then at once to next to
+  no load, to know whether any rate passes; then it bisects, by ratios, until the rates that passed
+  and failed are within a share of `tolerance`. `must_beat_rps` is probed first, and ends the search
+  if it fails. A target is taken to be met at every rate below one that passed. With few requests
+  chance makes that a little untrue, and the rate that comes out passed and one `tolerance` above it
+  failed.
 
   Raises:
     ValueError: a rate or a tolerance that is not positive.
@@ -53,10 +55,13 @@ def search_rate(
   if failed is None:
     return RateBound(passed_rps=passed, failed_rps=None)
   if passed is None:
-    floor_rps = start_rps * FLOOR_SHARE
-    if not (yield floor_rps):
-      return RateBound(passed_rps=None, failed_rps=floor_rps)
-    passed = floor_rps
+    for share in (NEAR_SHARE, FLOOR_SHARE):
+      if (yield start_rps * share):
+        passed = start_rps * share
+        break
+      failed = start_rps * share
+    else:
+      return RateBound(passed_rps=None, failed_rps=failed)
   while failed > passed * (1 + tolerance):
     middle_rps = math.sqrt(passed * failed)
     if (yield middle_rps):

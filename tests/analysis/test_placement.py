@@ -11,10 +11,12 @@ from pdjax.analysis.placement import (
   Nodes,
   Placement,
   Shape,
+  holds,
   most_on,
   pools_for_rate,
   segmented,
   shapes,
+  units_on,
 )
 from pdjax.config import num_devices_of, parse_pools
 from pdjax.core.device_group import split_layers
@@ -110,11 +112,12 @@ def test_the_text_of_a_placement_is_what_pools_are_made_of(prefill, decode, n, m
   assert placement.times(2).num_devices == 2 * placement.num_devices
 
 
+CLUSTERS = st.builds(Nodes, num_nodes=st.integers(1, 2), devices_per_node=st.integers(1, 8))
 RATED = st.lists(st.tuples(SHAPES, st.floats(0.1, 10)), min_size=1, max_size=3)
 
 
-@given(num_devices=st.integers(1, 16), prefill=RATED, decode=RATED)
-def test_no_placement_on_so_many_devices_serves_more(num_devices, prefill, decode):
+@given(cluster=CLUSTERS, prefill=RATED, decode=RATED)
+def test_no_placement_on_the_cluster_serves_more(cluster, prefill, decode):
   def served_rps(p_rps, d_rps, n, m):
     return min(n * p_rps, m * d_rps)
 
@@ -124,13 +127,13 @@ def test_no_placement_on_so_many_devices_serves_more(num_devices, prefill, decod
     for d, d_rps in decode
     for n in range(1, 17)
     for m in range(1, 17)
-    if n * p.num_devices + m * d.num_devices <= num_devices
+    if holds(cluster, Placement(prefill=p, decode=d, num_prefill=n, num_decode=m))
   ]
-  found = most_on(num_devices, prefill, decode)
+  found = most_on(cluster, prefill, decode)
   if found is None:
     assert not every
     return
-  assert found.num_devices <= num_devices
+  assert holds(cluster, found) and found.num_devices <= cluster.num_devices
   reached = max(
     served_rps(p_rps, d_rps, found.num_prefill, found.num_decode)
     for p, p_rps in prefill
@@ -138,6 +141,19 @@ def test_no_placement_on_so_many_devices_serves_more(num_devices, prefill, decod
     if (p, d) == (found.prefill, found.decode)
   )
   assert reached == max(every)
+
+
+def test_devices_are_counted_by_nodes():
+  """Ten units of three are 30 devices, but of four nodes with eight each holds two."""
+  cluster = Nodes(num_nodes=4, devices_per_node=8)
+  pair = dict(prefill=Shape(tp=2), decode=Shape())
+  assert units_on(cluster, Placement(**pair, segments=1)) == 8
+  two = Placement(prefill=Shape(tp=2, pp=2), decode=Shape(pp=2), segments=2)
+  assert units_on(cluster, two) == 4, "two units of three on each node, of two nodes each"
+  assert units_on(cluster, Placement(prefill=Shape(pp=3), decode=Shape(pp=3), segments=3)) == 4
+  # Anywhere: a stage has its devices on one node, its pool need not.
+  assert holds(cluster, Placement(prefill=Shape(tp=5, pp=4), decode=Shape(tp=3), num_decode=4))
+  assert not holds(cluster, Placement(prefill=Shape(tp=5, pp=5), decode=Shape()))
 
 
 def test_pools_for_a_rate_are_just_enough():

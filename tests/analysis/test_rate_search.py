@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from pdjax.analysis.rate_search import FLOOR_SHARE, MOST_DOUBLINGS, most_probes, search_rate
+from pdjax.analysis.rate_search import FLOOR_SHARE, MOST_DOUBLINGS, NEAR_SHARE, search_rate
 
 pytestmark = pytest.mark.quick
 
@@ -23,6 +23,13 @@ def searched(threshold_rps: float, start_rps: float, **options):
     return stop.value, probed
 
 
+def most_probes(tolerance: float, doublings: int) -> int:
+  """How many rates there are to probe at most, if the guess had to be doubled so often."""
+  ratio = 2.0 if doublings else NEAR_SHARE / FLOOR_SHARE
+  steps = math.ceil(math.log2(math.log(ratio) / math.log1p(tolerance)))
+  return max(0, steps) + (doublings + 1 if doublings else 3)
+
+
 @pytest.mark.parametrize("tolerance", [0.3, 0.05, 0.003])
 @pytest.mark.parametrize("share", [0.0011, 0.02, 0.5, 0.999, 1.0, 1.7, 3.0, 7.9])
 def test_the_threshold_is_found_within_the_tolerance_and_few_probes(share, tolerance):
@@ -35,10 +42,10 @@ def test_the_threshold_is_found_within_the_tolerance_and_few_probes(share, toler
   assert len(set(probed)) == len(probed)
 
 
-def test_what_nothing_reaches_costs_two_probes():
+def test_what_nothing_reaches_costs_three_probes():
   bound, probed = searched(1e-9, 10.0, tolerance=0.05)
   assert bound.passed_rps is None
-  assert probed == [10.0, 10.0 * FLOOR_SHARE]
+  assert probed == [10.0, 10.0 * NEAR_SHARE, 10.0 * FLOOR_SHARE]
 
 
 def test_what_nothing_exceeds_ends_after_the_doublings():

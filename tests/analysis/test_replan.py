@@ -42,11 +42,25 @@ def test_a_drift_says_by_how_much():
   assert str(Drift(name="rate_rps", before=2.0, after=3.0)) == "rate_rps 2 -> 3 (+50%)"
 
 
-def test_the_first_window_that_drifted_is_found_if_it_has_requests_enough():
+def test_the_first_window_that_drifted_is_found():
   later = [window(2.1, 400, 100, 100.0), window(0.5, 400, 100, 200.0), window(4.0, 400, 100, 300.0)]
   assert first_drift(PLANNED, later, 0.3)[0] is later[1]
-  assert first_drift(PLANNED, later, 0.3, least_requests=100)[0] is later[2]
   assert first_drift(PLANNED, later[:1], 0.3) is None
+  following = iter(later)
+  first_drift(PLANNED, following, 0.3)
+  assert list(following) == later[2:], "the next one is looked for behind it"
+
+
+def test_of_too_few_requests_the_rate_counts_and_their_lengths_do_not():
+  fallen = window(0.5, 4000, 100, 200.0)
+  (found, what) = first_drift(PLANNED, [fallen], 0.3, least_requests=100)
+  assert [drift.name for drift in what] == ["rate_rps"]
+  assert (found.rate_rps, found.mean_prompt_tokens) == (0.5, 400)
+  assert first_drift(PLANNED, [window(1.8, 4000, 100)], 0.3, least_requests=500) is None
+  # Fifty against seventy is chance; against two hundred it is not.
+  after = [window(rate_rps, 4000, 100) for rate_rps in (0.5, 0.7, 2.0)]
+  assert first_drift(found, after[:2], 0.3, least_requests=100) is None
+  assert first_drift(found, after, 0.3, least_requests=100)[0] is after[2]
 
 
 def test_windows_hold_every_request_once_and_only_whole_ones_are_kept():
@@ -56,6 +70,9 @@ def test_windows_hold_every_request_once_and_only_whole_ones_are_kept():
   assert [r for w in found for r in w.requests] == requests[:40]
   assert all(w.rate_rps == 2.0 for w in found)
   assert len(windows(requests, 100.0)) == 1, "the only window is kept"
+  late = windows([Seen(r.arrival_s + 52.5, 10, 5) for r in requests], 5.0)
+  assert [w.rate_rps for w in late] == [2.0] * 4, "a window began before anybody came"
+  assert late[0].start_s == 52.5
   with pytest.raises(ValueError, match="width_s=0"):
     windows(requests, 0.0)
 

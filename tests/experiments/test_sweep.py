@@ -59,6 +59,18 @@ def test_an_item_that_kills_every_process_is_named():
   assert {n: r for n, r in found.items() if n != 3} == {n: n * n for n in (0, 1, 2, 4, 5)}
 
 
+def test_deaths_are_counted_for_an_item_and_not_for_what_comes_after_it(tmp_path):
+  """Here the same object: a later item may well have the address of one that is gone."""
+  item = str(tmp_path / "deaths")
+  todo, found = collections.deque([item]), []
+  with contextlib.closing(Processes(1)) as sweep:
+    for _, result in sweep.run(sweeps.die_four_times, todo):
+      found.append(result)
+      if len(found) == 1:
+        todo.append(item)
+  assert isinstance(found[0], Failure) and found[1] == 4
+
+
 def test_a_sweep_that_is_left_early_leaves_no_process():
   others = set(multiprocessing.active_children())
   with contextlib.closing(make_sweep(jobs=2, ray=None)) as sweep:
@@ -75,6 +87,7 @@ def test_a_sweep_has_a_process():
     make_sweep(jobs=0, ray=None)
 
 
+@pytest.mark.slow  # a cluster starts
 def test_a_ray_cluster_repeats_what_a_lost_worker_had(tmp_path):
   pytest.importorskip("ray", reason="needs the extra [ray]")
   marker = tmp_path / "died"
