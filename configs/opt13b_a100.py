@@ -3,7 +3,7 @@
     python -m experiments.search --goal=goodput --config=configs/opt13b_a100.py
     python -m experiments.search --goal=placement --config=configs/opt13b_a100.py --nodes=4
 
-The first takes a minute. The paper's pair serves 5.58 requests a second, of which 5.31 hold in
+The first takes 90 s. The paper's pair serves 5.58 requests a second, of which 5.31 hold in
 three draws of 4,200 requests (last seen on 30 Nov 2026).
 
 Lengths are the quantiles of the 1,600 ShareGPT pairs that DistServe's repository has with its
