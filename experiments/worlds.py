@@ -34,6 +34,7 @@ from pdjax.deployment import (
   largest_budgets,
   layer_groups_of,
   make_pages,
+  policy_name,
   uses_of,
 )
 from pdjax.llm import open_model
@@ -42,6 +43,7 @@ from pdjax.remote.hosts import call, read_hosts, start_on_hosts
 from pdjax.remote.process import WorkerProcess, start_process
 from pdjax.remote.protocol import ProtocolError, WorkerSetup
 from pdjax.scheduling.pages import PageConfig
+from pdjax.scheduling.policies import POLICIES
 from pdjax.scheduling.scheduler import StepTime
 from pdjax.serving.executor import Executor, PageShape, PoolLost
 from pdjax.serving.step_time import FittedStepTime
@@ -221,7 +223,11 @@ class SimWorld:
       page_size=cache.page_size,
       tp=group.tp,
       pp=group.pp,
-      step_tokens=largest_step(self._config, self._longest[0]),
+      step_tokens=largest_step(
+        self._config,
+        [spec for spec in pools_of(self._config) if spec.group == group],
+        self._longest,
+      ),
       bytes_per_weight=device.bytes_per_value,
       bytes_per_kv=self.bytes_per_value,
       bytes_per_activation=device.bytes_per_value,
@@ -595,10 +601,17 @@ class HostsWorld(ProcessWorld):
     return len(set(hosts)) < len(hosts)
 
 
-def largest_step(config: ExperimentConfig, longest_prompt: int) -> int:
-  """Tokens of a step for which the memory of a pool must have room: in chunks, or whole prompts."""
-  scheduler = config.scheduler
-  return max(scheduler.token_budget, scheduler.prefill_budget or longest_prompt)
+def largest_step(
+  config: ExperimentConfig, specs: Iterable[PoolSpec], longest: tuple[int, int]
+) -> int:
+  """Tokens of the largest step of these pools: a budget of chunks and decodes, or whole prompts."""
+  scheduler, most = config.scheduler, []
+  for spec in specs:
+    policy = POLICIES[policy_name(spec, scheduler)]
+    beside = config.cache.num_rows if policy.mixes else 0
+    whole = scheduler.prefill_budget or sum(longest) + beside
+    most.append(scheduler.token_budget if policy.chunks else whole)
+  return max(most)
 
 
 def _first_and_last(event: Step | Stroke) -> tuple[StepCounts, StepCounts]:

@@ -38,7 +38,7 @@ from pdjax.analysis.placement import (
   units_on,
 )
 from pdjax.analysis.targets import Attainment
-from pdjax.config import ExperimentConfig
+from pdjax.config import ExperimentConfig, parse_pools
 from pdjax.core.names import pick
 from pdjax.core.plain import to_plain
 from pdjax.sim.roofline import num_pages
@@ -197,7 +197,7 @@ class PlacementGoal:
         page_size=page_size,
         tp=shape.tp,
         pp=shape.pp,
-        step_tokens=largest_step(config, self._longest[0]),
+        step_tokens=largest_step(config, parse_pools("prefill,decode"), self._longest),
         bytes_per_weight=device.bytes_per_value,
         bytes_per_kv=device.bytes_per_value,
         bytes_per_activation=device.bytes_per_value,
