@@ -92,6 +92,7 @@ def check_all_free(cluster):
 # What comes back ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "params",
   [GREEDY, SamplingParams(max_tokens=12, temperature=1.0, top_p=0.9, seed=5)],
@@ -135,6 +136,7 @@ def test_prompts_are_text_ids_or_messages(chunked):
   assert chunked.generate([], GREEDY) == []
 
 
+@pytest.mark.slow
 def test_options_of_the_scheduler_arrive(continuous, monkeypatch):
   given = []
 

@@ -71,7 +71,7 @@ def serve_and_keep(engine, strategy, requests, **options):
 
 @pytest.mark.parametrize(
   "name",
-  ["whole", "grouped", pytest.param("staged", marks=slow), pytest.param("wider", marks=slow)],
+  ["whole", *(pytest.param(name, marks=slow) for name in ("grouped", "staged", "wider"))],
 )
 def test_for_all_residues_of_the_prompt_and_few_tokens(request, whole, name):
   engine = request.getfixturevalue(name)
