@@ -136,9 +136,9 @@ def test_parameters_that_do_not_fit_compile_nothing(capsys, monkeypatch):
 class Copying(aot.Steps):
   """Steps that hold a copy of the cache for a while."""
 
-  def _step(self, params, cache, *rest):
+  def _step(self, params, cache, last_token, seen, inputs, hidden, layers):
     cache = jax.tree.map(lambda x: x + x[::-1], cache)
-    return super()._step(params, cache, *rest)
+    return super()._step(params, cache, last_token, seen, inputs, hidden, layers)
 
 
 class Keeping(aot.Steps):
