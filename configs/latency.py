@@ -46,7 +46,13 @@ Raises:
 
 
 def roofline(
-  model: ModelConfig, device: Device, tp: int, pp: int, link: Link, *, one_kernel: bool = False
+  model: ModelConfig,
+  device: Device,
+  tp: int,
+  pp: int,
+  link: Link | None,
+  *,
+  one_kernel: bool = False,
 ) -> Roofline:
   """Each operator by a smooth roofline, as the hardware's entry is fitted."""
   width = device.bytes_per_value

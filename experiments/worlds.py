@@ -23,7 +23,7 @@ from configs.models import MODELS
 from pdjax.analysis.capacity import StepTimes, measure, probe_points
 from pdjax.config import ExperimentConfig, PoolSpec, check_platforms
 from pdjax.core.clock import Clock, VirtualClock, WallClock
-from pdjax.core.costs import StepCounts, count_plan, count_slices
+from pdjax.core.costs import StepCounts, count_plan
 from pdjax.core.device_group import DeviceGroup, split_layers
 from pdjax.core.events import Event, Step, Stroke
 from pdjax.core.model_config import ModelConfig
@@ -38,6 +38,7 @@ from pdjax.deployment import (
   uses_of,
 )
 from pdjax.llm import open_model
+from pdjax.metrics.utilisation import first_and_last
 from pdjax.remote.executor import RemoteExecutor, start_all
 from pdjax.remote.hosts import call, read_hosts, start_on_hosts
 from pdjax.remote.process import WorkerProcess, start_process
@@ -48,7 +49,7 @@ from pdjax.scheduling.scheduler import StepTime
 from pdjax.serving.executor import Executor, PageShape, PoolLost
 from pdjax.serving.step_time import FittedStepTime
 from pdjax.sim.hardware import Device, Link
-from pdjax.sim.latency_model import LatencyModel, has_range, later
+from pdjax.sim.latency_model import LatencyModel, has_range
 from pdjax.sim.roofline import num_pages
 from pdjax.sim.sim_executor import SimExecutor
 from pdjax.sources import WHEEL_FILES, resolve
@@ -206,7 +207,7 @@ class SimWorld:
           # Keys only grow in a stroke: as it begins and as it ends stand for half of it each.
           each = len(event.ends_s) / 2 if isinstance(event, Stroke) else 0.5
           num_steps += 2 * each
-          for counts in _first_and_last(event):
+          for counts in first_and_last(event):
             if found := models[event.pool].beyond(counts):
               beyond[found[0]] += each
     if not beyond:
@@ -612,21 +613,6 @@ def largest_step(
     whole = scheduler.prefill_budget or sum(longest) + beside
     most.append(scheduler.token_budget if policy.chunks else whole)
   return max(most)
-
-
-def _first_and_last(event: Step | Stroke) -> tuple[StepCounts, StepCounts]:
-  """The counts of the first and the last step of a stroke; of a step, twice its own."""
-  if isinstance(event, Step):
-    counts = count_slices(
-      prefill_starts=event.prefill_starts,
-      prefill_tokens=event.prefill_tokens,
-      decode_positions=event.decode_positions,
-      num_emitted=len(event.emitted_ids),
-    )
-    return counts, counts
-  num_decodes = len(event.decode_ids)
-  counts = count_slices(decode_positions=event.decode_positions, num_emitted=num_decodes)
-  return counts, later(counts, len(event.ends_s) - 1)
 
 
 def _instant(device: Device) -> Device:

@@ -101,15 +101,14 @@ def system_of(run: str) -> str | None:
   return "distserve" if run.startswith("distserve-c21d11-") else None
 
 
-class OneAtATime(SimExecutor):
-  """Takes no runs of steps."""
+class CopiesBetweenSteps(SimExecutor):
+  """Its steps wait for the copies into its memory, and those for the step that runs.
+
+  So that a copy waits for one step at most, it takes no strokes.
+  """
 
   def __init__(self, *, steps_s: Callable, **args):
     super().__init__(**args)
-
-
-class CopiesBetweenSteps(OneAtATime):
-  """Its steps wait for the copies into its memory, and those for the step that runs."""
 
   def import_(
     self, handle: Handle, *, row: int, page_ids: tuple[int, ...], now_s: float
@@ -146,7 +145,6 @@ def as_simdistserve(rows: Sequence[Measured], system: str) -> EventLog:
     lambda spec: pages,
     INSTANT,
     HandOff(streams=False),
-    OneAtATime,  # its policy counts contexts, so that no step of decodes is as the next
   )
 
 

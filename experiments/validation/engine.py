@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from configs.engine_validation import get_config
+from configs.latency import roofline
 from experiments.profiling import Point, fit_points, padding_of, steps_to_time, time_steps
 from experiments.program import Progress
 from experiments.serving import Experiment, check, serve_strategy, set_up
@@ -28,7 +29,6 @@ from pdjax.metrics.latency import request_records, tpots_s, ttfts_s
 from pdjax.sim.hardware import Device, Link
 from pdjax.sim.latency_model import LatencyModel
 from pdjax.sim.padded import Padded, Padding
-from pdjax.sim.roofline import Roofline
 from pdjax.sources import SourceError
 
 LOADS = (0.4, 0.6, 0.8, 1.0)  # of the capacity that the steps of the first calibration promise
@@ -188,15 +188,7 @@ def _latency(
   model = experiment.world.model
   fitted = fit_points(points, model, device, padding)
   own = dataclasses.replace(device, fit=fitted.fit)
-  width = device.bytes_per_value
-  roofline = Roofline(
-    model=model,
-    device=own,
-    bytes_per_weight=width,
-    bytes_per_kv=width,
-    bytes_per_activation=width,
-  )
-  return Padded(latency=roofline, padding=padding)
+  return Padded(latency=roofline(model, own, 1, 1, None), padding=padding)
 
 
 def _link(experiment: Experiment) -> Link:

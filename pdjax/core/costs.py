@@ -108,6 +108,11 @@ def count_plan(plan: StepPlan) -> StepCounts:
   )
 
 
+def later(counts: StepCounts, num_steps: int) -> StepCounts:
+  """The counts of the same decodes, so many steps later."""
+  return counts._replace(num_decode_keys=counts.num_decode_keys + num_steps * counts.num_decodes)
+
+
 def step_costs(
   counts: StepCounts,
   config: ModelConfig,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from pdjax.core.costs import StepCounts, count_slices, step_costs, total_bytes, total_flops
+from pdjax.core.costs import StepCounts, count_slices, later, step_costs, total_bytes, total_flops
 from pdjax.core.events import Arrived, Copied, Event, Step, Stroke
 from pdjax.core.model_config import ModelConfig
 
@@ -68,6 +68,24 @@ class PoolUsage:
     return self.total.busy_s / self.span_s if self.span_s else None
 
 
+def first_and_last(step: Step | Stroke) -> tuple[StepCounts, StepCounts]:
+  """What the first and the last step of a stroke count; of a step, its own twice."""
+  if isinstance(step, Stroke):
+    num_decodes = len(step.decode_ids)
+    first = count_slices(decode_positions=step.decode_positions, num_emitted=num_decodes)
+    return first, later(first, len(step.ends_s) - 1)
+  # Every decode row goes through the LM head, also one whose token nobody waits for any more.
+  emitted = set(step.emitted_ids)
+  num_prefills_emitted = sum(request_id in emitted for request_id in step.prefill_ids)
+  counts = count_slices(
+    prefill_starts=step.prefill_starts,
+    prefill_tokens=step.prefill_tokens,
+    decode_positions=step.decode_positions,
+    num_emitted=len(step.decode_ids) + num_prefills_emitted,
+  )
+  return counts, counts
+
+
 def step_work(
   step: Step | Stroke, config: ModelConfig | None = None, *, bytes_per_value: float = 2
 ) -> Work:
@@ -75,47 +93,20 @@ def step_work(
 
   `bytes_per_value` is the width of weights, K, V and activations.
   """
-  if isinstance(step, Stroke):
-    return _stroke_work(step, config, bytes_per_value)
-  flops = num_bytes = None
-  if config is not None:
-    # Every decode row goes through the LM head, also one whose token nobody waits for any more.
-    emitted = set(step.emitted_ids)
-    num_prefills_emitted = sum(request_id in emitted for request_id in step.prefill_ids)
-    counts = count_slices(
-      prefill_starts=step.prefill_starts,
-      prefill_tokens=step.prefill_tokens,
-      decode_positions=step.decode_positions,
-      num_emitted=len(step.decode_ids) + num_prefills_emitted,
-    )
-    flops, num_bytes = _cost(counts, config, bytes_per_value)
-  return Work(
-    num_steps=1,
-    busy_s=step.end_s - step.start_s,
-    num_prefill_tokens=sum(step.prefill_tokens),
-    num_decode_tokens=len(step.decode_ids),
-    flops=flops,
-    num_bytes=num_bytes,
-  )
-
-
-def _stroke_work(stroke: Stroke, config: ModelConfig | None, bytes_per_value: float) -> Work:
-  num_steps, num_decodes = len(stroke.ends_s), len(stroke.decode_ids)
+  num_steps = len(step.ends_s) if isinstance(step, Stroke) else 1
+  first, last = first_and_last(step)
   flops = num_bytes = None
   if config is not None:
     # What a step costs grows by the same with each: the sum is that of the first and the last.
-    first = count_slices(decode_positions=stroke.decode_positions, num_emitted=num_decodes)
-    num_keys = first.num_decode_keys + (num_steps - 1) * num_decodes
-    (flops, num_bytes), (last_flops, last_bytes) = (
-      _cost(counts, config, bytes_per_value)
-      for counts in (first, first._replace(num_decode_keys=num_keys))
-    )
-    flops = num_steps * (flops + last_flops) // 2
-    num_bytes = num_steps * (num_bytes + last_bytes) / 2
+    ends = [_cost(first, config, bytes_per_value)]
+    ends.append(ends[0] if last is first else _cost(last, config, bytes_per_value))
+    both_flops, both_bytes = map(sum, zip(*ends))
+    flops, num_bytes = num_steps * both_flops // 2, num_steps * both_bytes / 2
   return Work(
     num_steps=num_steps,
-    busy_s=stroke.end_s - stroke.start_s,
-    num_decode_tokens=num_steps * num_decodes,
+    busy_s=step.end_s - step.start_s,
+    num_prefill_tokens=first.num_prefill_tokens,
+    num_decode_tokens=num_steps * first.num_decodes,
     flops=flops,
     num_bytes=num_bytes,
   )

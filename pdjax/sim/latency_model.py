@@ -6,8 +6,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from pdjax.core.costs import StepCounts, count_plan
+from pdjax.core.costs import StepCounts, count_plan, later
 from pdjax.core.plan import StepPlan
+from pdjax.sim.hardware import Link
 
 
 class StepTerms(NamedTuple):
@@ -77,6 +78,12 @@ def has_range(model: LatencyModel) -> bool:
   return type(model).beyond is not LatencyModel.beyond
 
 
-def later(counts: StepCounts, num_steps: int) -> StepCounts:
-  """The counts of the same decodes, so many steps later."""
-  return counts._replace(num_decode_keys=counts.num_decode_keys + num_steps * counts.num_decodes)
+def over_link_s(link: Link | None, num_bytes: float) -> float:
+  """What a pipeline takes for so many bytes from a stage to the next, each device's its own way.
+
+  Raises:
+    ValueError: no link.
+  """
+  if link is None:
+    raise ValueError("pipeline stages need a link between the devices")
+  return link.copy_s(num_bytes)

@@ -9,9 +9,9 @@ import dataclasses
 
 import numpy as np
 
-from pdjax.core.costs import StepCounts, count_plan
+from pdjax.core.costs import StepCounts, count_plan, later
 from pdjax.core.plan import StepPlan
-from pdjax.sim.latency_model import LatencyModel, StepTerms, later
+from pdjax.sim.latency_model import LatencyModel, StepTerms
 
 
 class _LinearModel(LatencyModel):

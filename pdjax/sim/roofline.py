@@ -11,7 +11,7 @@ from pdjax.core.costs import OpRates, StepCounts, cost_rates, shard_of
 from pdjax.core.device_group import split_layers
 from pdjax.core.model_config import ModelConfig
 from pdjax.sim.hardware import Device, Fit, Link
-from pdjax.sim.latency_model import LatencyModel, StepTerms
+from pdjax.sim.latency_model import LatencyModel, StepTerms, over_link_s
 
 _IDEAL = Fit()
 _MOST_KNOWN = 1 << 16
@@ -170,9 +170,7 @@ class Roofline(LatencyModel):
     Raises:
       ValueError: no link.
     """
-    if self.link is None:
-      raise ValueError("pipeline stages need a link between the devices")
-    return self.link.copy_s(num_tokens * self.model.d_model * self.bytes_per_activation)
+    return over_link_s(self.link, num_tokens * self.model.d_model * self.bytes_per_activation)
 
 
 class OpTimes(NamedTuple):

@@ -13,7 +13,7 @@ import numpy as np
 from pdjax.core.costs import StepCounts
 from pdjax.core.model_config import ModelConfig
 from pdjax.sim.hardware import Link
-from pdjax.sim.latency_model import LatencyModel, StepTerms
+from pdjax.sim.latency_model import LatencyModel, StepTerms, over_link_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -188,9 +188,7 @@ class Tables(LatencyModel):
     return decode_s + (terms.total_s - terms.attention_decode_s)
 
   def hand_over_s(self, num_tokens: int) -> float:
-    if self.link is None:
-      raise ValueError("pipeline stages need a link between the devices")
-    return self.link.copy_s(num_tokens * self.model.d_model * self.bytes_per_activation)
+    return over_link_s(self.link, num_tokens * self.model.d_model * self.bytes_per_activation)
 
 
 def _one_chunk(counts: StepCounts) -> tuple[float, float] | None:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from configs.hardware import HARDWARE, LINKS
 from configs.models import MODELS
-from pdjax.core.costs import StepCounts, count_slices
-from pdjax.sim.latency_model import LatencyModel, StepTerms, later
+from pdjax.core.costs import StepCounts, count_slices, later
+from pdjax.sim.latency_model import LatencyModel, StepTerms
 from pdjax.sim.roofline import Roofline
 from pdjax.sim.tables import Grid, Tables
 

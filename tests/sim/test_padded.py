@@ -7,8 +7,7 @@ import pytest
 
 from configs.hardware import HARDWARE
 from configs.models import MODELS
-from pdjax.core.costs import StepCounts, count_slices
-from pdjax.sim.latency_model import later
+from pdjax.core.costs import StepCounts, count_slices, later
 from pdjax.sim.padded import Padded, Padding
 from pdjax.sim.roofline import Roofline
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from configs.hardware import HARDWARE
 from configs.models import MODELS
-from pdjax.core.costs import StepCounts, count_slices, step_costs, total_bytes
+from pdjax.core.costs import StepCounts, count_slices, later, step_costs, total_bytes
 from pdjax.core.plan import DecodeSlices, StepPlan
 from pdjax.sim.hardware import Device, Fit, Link
-from pdjax.sim.latency_model import StepTerms, later
+from pdjax.sim.latency_model import StepTerms
 from pdjax.sim.roofline import Roofline, num_pages
 
 pytestmark = pytest.mark.quick
