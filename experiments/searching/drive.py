@@ -8,6 +8,7 @@ import math
 import pathlib
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 from experiments.program import Progress
 from experiments.searching.probe import Probe, simulate
@@ -24,11 +25,14 @@ MOST_REQUESTS = 30_000  # of a long run, whose log takes some 17 kB each
 
 
 class ProbeCache:
-  """The finished probes of a folder by their keys, a JSON line each. Owns the file."""
+  """The finished probes of a folder by their keys, a JSON line each. Owns the file.
 
-  def __init__(self, path: pathlib.Path):
+  Their results are of the type `result`, as plain data in the file.
+  """
+
+  def __init__(self, path: pathlib.Path, result: Any = Outcome):
     self._path = path
-    self._found: dict[str, Outcome] = {}
+    self._found: dict[str, Any] = {}
     self._ends_whole = True
     if path.is_file():
       text = path.read_text()
@@ -36,17 +40,17 @@ class ProbeCache:
       for line in text.splitlines():
         try:
           record = json.loads(line)
-          self._found[record["key"]] = from_plain(Outcome, record["outcome"])
+          self._found[record["key"]] = from_plain(result, record["outcome"])
         except (ValueError, TypeError, KeyError):
           continue  # cut off, or of another version: it is run again
 
   def __len__(self) -> int:
     return len(self._found)
 
-  def get(self, key: str) -> Outcome | None:
+  def get(self, key: str) -> Any | None:
     return self._found.get(key)
 
-  def add(self, key: str, label: str, outcome: Outcome) -> None:
+  def add(self, key: str, label: str, outcome: Any) -> None:
     """Remembers an outcome, also on disk: at once, as the next one may never come."""
     self._found[key] = outcome
     line = json.dumps({"key": key, "label": label, "outcome": to_plain(outcome)})

@@ -1,0 +1,149 @@
+"""Pictures of reproduced figures: ours beside the published points. Need the extra `[figures]`.
+
+Ours are lines, published numbers are marks of the same colour: hollow where they are exact, crosses
+where they were read off a plot. Every function writes a picture to `path`.
+"""
+
+from __future__ import annotations
+
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from experiments.figures.serving import STYLE, _matplotlib
+
+# Okabe and Ito's palette
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255")
+DPI = 72
+SOURCES = {  # how a series is drawn
+  "ours": {"linestyle": "-", "marker": ".", "linewidth": 2},
+  "long": {"linestyle": ":", "marker": "", "linewidth": 1.5},  # of long runs, another model, ...
+  "peer": {"linestyle": "-.", "marker": "", "linewidth": 1.2},
+  "published": {"linestyle": "", "marker": "o", "fillstyle": "none", "markersize": 8},
+  "read": {"linestyle": "", "marker": "x", "markersize": 8},
+}
+
+
+class Series(NamedTuple):
+  """Points of one curve. Those with the same `colour` (a number) belong together."""
+
+  label: str
+  points: Sequence[tuple[float, float]]
+  source: str = "ours"  # a key of SOURCES
+  colour: int = 0
+
+
+class Panel(NamedTuple):
+  title: str
+  x: str
+  y: str
+  series: Sequence[Series]
+  lines: Mapping[str, float] = {}  # horizontal, by label
+  is_log_x: bool = False
+  is_log_y: bool = False
+  falls: bool = False  # x decreases to the right
+  ylim: tuple[float | None, float | None] = (None, None)
+  xlim: tuple[float | None, float | None] = (None, None)
+
+
+class Bars(NamedTuple):
+  """Groups of bars: `values[group]` has a number or None for each of `names`.
+
+  `published` has marks for some: by (group, name).
+  """
+
+  title: str
+  y: str
+  names: Sequence[str]
+  values: Mapping[str, Sequence[float | None]]
+  published: Mapping[tuple[str, str], float] = {}
+  is_read: bool = False
+  is_log_y: bool = False
+  lines: Mapping[str, float] = {}
+  is_stacked: bool = False  # the names of a group on one another, in one bar
+
+
+def draw(
+  panels: Sequence[Panel | Bars], path: pathlib.Path, title: str, *, columns: int = 3
+) -> None:
+  """Writes all panels, in rows of `columns`."""
+  mpl = _matplotlib()
+  columns = min(columns, len(panels))
+  rows = math.ceil(len(panels) / columns)
+  with mpl.rc_context(STYLE):
+    size = (max(8.5, 6.2 * columns), 0.6 + 5.2 * rows)
+    figure = mpl.figure.Figure(figsize=size, layout="constrained")
+    every = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes, panel in zip(every, panels):
+      (_bars if isinstance(panel, Bars) else _curves)(axes, panel)
+    for axes in every[len(panels) :]:
+      axes.set_axis_off()
+    figure.suptitle(title, x=0.01, ha="left", weight="bold")
+    figure.savefig(path, dpi=DPI)
+
+
+def _curves(axes, panel: Panel) -> None:
+  for series in panel.series:
+    if not series.points:
+      continue
+    colour = COLOURS[series.colour % len(COLOURS)]
+    xs, ys = zip(*series.points)
+    axes.plot(xs, ys, color=colour, label=series.label, **SOURCES[series.source])
+  for label, value in panel.lines.items():
+    axes.axhline(value, color="#666666", linestyle="--", linewidth=1.2, label=label)
+  if panel.is_log_x:
+    axes.set_xscale("log", base=2 if all(_is_power_of_2(x) for s in panel.series
+                                         for x, _ in s.points) else 10)  # fmt: skip
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+  if panel.is_log_y:
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+  axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
+  axes.set_ylim(*panel.ylim)
+  axes.set_xlim(*panel.xlim)
+  if panel.falls:
+    axes.invert_xaxis()
+  axes.grid(alpha=0.3)
+  axes.legend(fontsize="small")
+
+
+def _is_power_of_2(x: float) -> bool:
+  return x > 0 and math.log2(x).is_integer()
+
+
+def _bars(axes, panel: Bars) -> None:
+  groups = list(panel.values)
+  width = 0.8 if panel.is_stacked else 0.8 / len(panel.names)
+  bottoms = [0.0] * len(groups)
+  for i, name in enumerate(panel.names):
+    offset = 0.0 if panel.is_stacked else (i - (len(panel.names) - 1) / 2) * width
+    at = [place + offset for place in range(len(groups))]
+    heights = [panel.values[group][i] or 0.0 for group in groups]
+    colour = COLOURS[i % len(COLOURS)]
+    axes.bar(at, heights, width, bottom=bottoms if panel.is_stacked else 0, color=colour,
+             label=name)  # fmt: skip
+    if panel.is_stacked:
+      bottoms = [bottom + height for bottom, height in zip(bottoms, heights)]
+      continue
+    for place, group in zip(at, groups):
+      if panel.values[group][i] is None:
+        axes.text(place, 0, " none", rotation=90, va="bottom", ha="center", fontsize="small")
+      if (group, name) in panel.published:
+        mark = "x" if panel.is_read else "o"
+        axes.plot(place, panel.published[group, name], mark, color="black", fillstyle="none",
+                  markersize=8)  # fmt: skip
+  if panel.published:
+    label = "published" + (", read off a plot" if panel.is_read else "")
+    axes.plot([], [], "x" if panel.is_read else "o", color="black", fillstyle="none", label=label)
+  for label, value in panel.lines.items():
+    axes.axhline(value, color="#666666", linestyle="--", linewidth=1.2, label=label)
+  if panel.is_log_y:
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+  longest = max(map(len, groups))
+  turn = {"rotation": 30, "ha": "right"} if len(groups) * longest > 40 else {}
+  axes.set_xticks(range(len(groups)), groups, **turn)
+  axes.set(title=panel.title, ylabel=panel.y)
+  axes.grid(axis="y", alpha=0.3)
+  axes.legend(fontsize="small")

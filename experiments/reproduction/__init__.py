@@ -1,0 +1,1 @@
+"""What `experiments.reproduce` is made of: the papers' figures by families, and their page."""

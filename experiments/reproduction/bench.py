@@ -1,0 +1,153 @@
+"""What figures are made with: simulated runs side by side, kept from one command to the next."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import io
+import json
+import pathlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from experiments.program import Progress
+from experiments.searching.drive import Driver, ProbeCache, RateSearch
+from experiments.searching.probe import code_version
+from experiments.serving import Experiment, check, serve_strategy, set_up
+from experiments.sweep import Failure, Sweep
+from pdjax.config import ExperimentConfig
+from pdjax.core.events import EventLog
+from pdjax.core.plain import to_plain
+
+Reduce = Callable[[Experiment, EventLog], Any]
+"""From a finished run to plain data: what a figure needs of it. A function of `reduce.py`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+  """One simulated run of one strategy, and what to keep of it. Picklable.
+
+  `lengths` are (prompt, output) tokens of the requests in order of arrival, instead of those that
+  the workload draws.
+
+  Raises:
+    ValueError: an experiment of several strategies, or on the engine.
+  """
+
+  config: ExperimentConfig
+  reduce: Reduce
+  lengths: tuple[tuple[int, int], ...] | None = None
+
+  def __post_init__(self):
+    if self.config.backend != "sim" or len(self.config.strategy_names) != 1:
+      raise ValueError(f"a point simulates one strategy, not {self.config.strategy_names}")
+
+  def key(self) -> str:
+    """A digest of all that the result depends on."""
+    parts = {
+      "config": to_plain(self.config),
+      "lengths": self.lengths,
+      "reduce": f"{self.reduce.__module__}.{self.reduce.__qualname__}",
+      "source": inspect.getsource(inspect.getmodule(self.reduce)),
+      "code": code_version(),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()
+
+
+def simulate(point: Point) -> Any:
+  """Serves the point's requests in virtual time; what `reduce` makes of it, as plain data.
+
+  Raises:
+    ValueError: an experiment that cannot run.
+  """
+  silent = Progress(io.StringIO())
+  experiment = set_up(check(point.config, pathlib.Path()), silent)
+  if point.lengths is not None:
+    experiment.requests = [
+      dataclasses.replace(
+        request,
+        num_prompt_tokens=prompt_tokens,
+        sampling=dataclasses.replace(request.sampling, max_tokens=output_tokens),
+      )
+      for request, (prompt_tokens, output_tokens) in zip(experiment.requests, point.lengths)
+    ]
+  log = EventLog()
+  (strategy,) = point.config.strategy_names
+  serve_strategy(experiment, strategy, log, silent)
+  return to_plain(point.reduce(experiment, log))
+
+
+class Bench:
+  """Runs points and searches over a sweep; what is finished is kept in files of `out`. Owns those.
+
+  `quick` asks a figure for less: fewer points, shorter runs. `data_dir` and `trace_dir` are folders
+  of published measurements and traces, which may be absent.
+  """
+
+  def __init__(
+    self,
+    *,
+    out: pathlib.Path,
+    sweep: Sweep,
+    progress: Progress,
+    quick: bool,
+    data_dir: pathlib.Path,
+    trace_dir: pathlib.Path,
+  ):
+    self.out, self.quick, self.data_dir, self.trace_dir = out, quick, data_dir, trace_dir
+    self._sweep, self._progress = sweep, progress
+    self._points = ProbeCache(out / "points.jsonl", Any)
+    self._probes = ProbeCache(out / "probes.jsonl")
+
+  def show(self, text: str) -> None:
+    """Shows where a figure has come to."""
+    self._progress.update(text)
+
+  def run(self, points: Mapping[Any, Point]) -> dict[Any, Any]:
+    """The results by the names of the points, in their order.
+
+    Raises:
+      RuntimeError: a point failed, and why.
+    """
+    keys = {name: point.key() for name, point in points.items()}
+    todo = {keys[name]: point for name, point in points.items()}
+    todo = {key: point for key, point in todo.items() if self._points.get(key) is None}
+    num_points = len(todo)
+    names = {keys[name]: name for name in points}
+    items = deque(todo.items())
+    for number, ((key, _), result) in enumerate(self._sweep.run(_simulate, items), 1):
+      if isinstance(result, Failure):
+        raise RuntimeError(f"{names[key]}: {result.message}\n{result.trace}")
+      self._points.add(key, str(names[key]), result)
+      self.show(f"{number} of {num_points} runs")
+    return {name: self._points.get(key) for name, key in keys.items()}
+
+  def search(self, searches: Sequence[RateSearch]) -> None:
+    """Brings searches for rates to their ends (`searching.goals.make_search` makes them).
+
+    Raises:
+      RuntimeError: a probe failed, and why.
+    """
+    Driver(self._sweep, self._probes, Progress(_Shown(self.show))).run(searches)
+    for search in searches:
+      if search.failure is not None:
+        raise RuntimeError(f"{search.name}: {search.failure.message}\n{search.failure.trace}")
+
+
+def _simulate(item: tuple[str, Point]) -> Any:
+  return simulate(item[1])
+
+
+class _Shown(io.StringIO):
+  """A stream that goes where the bench's progress does: its lines are not for good."""
+
+  def __init__(self, show: Callable[[str], None]):
+    super().__init__()
+    self._show = show
+
+  def write(self, text: str) -> int:
+    if text.strip():
+      self._show(text.strip())
+    return len(text)

@@ -1,0 +1,75 @@
+"""The frame that figures are made in."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from experiments.reproduction.figure import HOLDS, MISSING, NOT, Compared, Figure, Found, Judged
+from experiments.reproduction.page import Entry, counts, markdown, web_page
+
+pytestmark = pytest.mark.quick
+
+
+def _figure(name="paper/fig1", **changes) -> Figure:
+  fields = dict(
+    name=name, title="a title", kind="analytic", claims=("It grows.",), make=lambda bench: _found()
+  )
+  return Figure(**fields | changes)
+
+
+def _found(**changes) -> Found:
+  fields = dict(columns=("x", "y"), rows=[(1, 2)], judged=[Judged(HOLDS, "By 2.")])
+  return Found(**fields | changes)
+
+
+def test_a_row_has_a_cell_for_each_column():
+  with pytest.raises(ValueError, match=r"\(1,\) has not the columns"):
+    _found(rows=[(1,)])
+
+
+def test_a_verdict_is_one_of_four():
+  with pytest.raises(ValueError, match="verdict='perhaps'"):
+    _found(judged=[Judged("perhaps", "")])
+
+
+def test_numbers_read_by_eye_are_shown_but_not_counted_as_errors():
+  found = _found(compared=[Compared("a", 2.0, 3.0), Compared("b", 1.0, 9.0, is_read=True)])
+  assert found.errors_percent == pytest.approx([50.0])
+  assert found.compared[1].error_percent == pytest.approx(800)
+
+
+def test_every_claim_of_a_figure_that_could_not_be_made_is_missing():
+  entries = [
+    Entry(_figure(claims=("one", "two")), None, "Not made: no trace."),
+    Entry(_figure("paper/fig2"), _found(judged=[Judged(NOT, "It falls.")])),
+  ]
+  assert counts(entries) == {HOLDS: 0, "in part": 0, NOT: 1, MISSING: 2}
+
+
+def test_pages_have_every_claim_with_its_verdict_and_headlines_first():
+  entries = [
+    Entry(_figure("paper/fig1"), _found(notes=["A stand-in: <none>."]), picture=True),
+    Entry(_figure("paper/fig2", claims=("Twice.",), is_headline=True), None, "Not made: no data."),
+  ]
+  text = markdown(entries, "files", "Made today.")
+  assert text.index("## paper/fig2") < text.index("## paper/fig1")
+  assert "- **missing**: Twice. Not made: no data." in text
+  assert "- **holds**: It grows. By 2." in text
+  assert "![paper/fig1](files/paper-fig1.png)" in text
+  page = web_page(entries, "Made today.")
+  assert "A stand-in: &lt;none&gt;." in page and page.index("paper-fig2") < page.index("paper-fig1")
+
+
+def test_a_link_of_the_page_is_the_anchor_of_its_heading():
+  figure = _figure("paper/fig1", title="TTFT (s), P90 & more")
+  text = markdown([Entry(figure, _found())], "files", "")
+  assert "(#paperfig1-ttft-s-p90--more)" in text
+
+
+def test_a_figure_has_claims_and_a_known_kind(tmp_path: pathlib.Path):
+  with pytest.raises(ValueError, match="kind='guessed'"):
+    _figure(kind="guessed")
+  with pytest.raises(ValueError, match="claims nothing"):
+    _figure(claims=())
