@@ -1,4 +1,4 @@
-"""Models by name: shapes as published, the Hugging Face id beside each. Weights are elsewhere.
+"""Models by name: shapes as published, and what they are called on Hugging Face.
 
 The engine runs all that a shape says, and `experiments.fit_check` compiles it. In simulation a
 model is its matrix sizes: biases, learned positions, norms and parallel residuals are left out
@@ -11,7 +11,7 @@ from pdjax.core.model_config import TINY, ModelConfig
 
 _ALL = (
   TINY,
-  ModelConfig(  # HuggingFaceTB/SmolLM2-135M-Instruct
+  ModelConfig(
     name="smollm2-135m",
     num_layers=30,
     d_model=576,
@@ -24,7 +24,7 @@ _ALL = (
     tie_embeddings=True,
     rope_theta=100_000.0,
   ),
-  ModelConfig(  # meta-llama/Meta-Llama-3-8B
+  ModelConfig(
     name="llama3-8b",
     num_layers=32,
     d_model=4096,
@@ -36,7 +36,7 @@ _ALL = (
     max_len=8192,
     rope_theta=500_000.0,
   ),
-  ModelConfig(  # meta-llama/Meta-Llama-3-70B
+  ModelConfig(
     name="llama3-70b",
     num_layers=80,
     d_model=8192,
@@ -48,7 +48,7 @@ _ALL = (
     max_len=8192,
     rope_theta=500_000.0,
   ),
-  ModelConfig(  # meta-llama/Llama-2-7b-hf
+  ModelConfig(
     name="llama2-7b",
     num_layers=32,
     d_model=4096,
@@ -59,7 +59,7 @@ _ALL = (
     vocab_size=32_000,
     max_len=4096,
   ),
-  ModelConfig(  # meta-llama/Llama-2-70b-hf
+  ModelConfig(
     name="llama2-70b",
     num_layers=80,
     d_model=8192,
@@ -70,7 +70,7 @@ _ALL = (
     vocab_size=32_000,
     max_len=4096,
   ),
-  ModelConfig(  # mistralai/Mistral-7B-Instruct-v0.2
+  ModelConfig(
     name="mistral-7b",
     num_layers=32,
     d_model=4096,
@@ -82,7 +82,7 @@ _ALL = (
     max_len=32_768,
     rope_theta=1_000_000.0,
   ),
-  ModelConfig(  # mistralai/Mistral-7B-v0.1
+  ModelConfig(
     name="mistral-7b-v0.1",
     num_layers=32,
     d_model=4096,
@@ -94,7 +94,7 @@ _ALL = (
     max_len=32_768,
     sliding_window=4096,
   ),
-  ModelConfig(  # 01-ai/Yi-34B-200K: Yi-34B's sizes; Yi-34B itself stops at 4,096 tokens
+  ModelConfig(  # Yi-34B's sizes; Yi-34B itself stops at 4,096 tokens
     name="yi-34b",
     num_layers=60,
     d_model=7168,
@@ -106,7 +106,7 @@ _ALL = (
     max_len=200_000,
     rope_theta=5_000_000.0,
   ),
-  ModelConfig(  # facebook/opt-13b
+  ModelConfig(
     name="opt-13b",
     num_layers=40,
     d_model=5120,
@@ -125,7 +125,7 @@ _ALL = (
     mlp_bias=True,
     tie_embeddings=True,
   ),
-  ModelConfig(  # facebook/opt-66b
+  ModelConfig(
     name="opt-66b",
     num_layers=64,
     d_model=9216,
@@ -144,7 +144,7 @@ _ALL = (
     mlp_bias=True,
     tie_embeddings=True,
   ),
-  ModelConfig(  # OPT-175B, not on Hugging Face: arXiv 2205.01068, table 1
+  ModelConfig(  # arXiv 2205.01068, table 1
     name="opt-175b",
     num_layers=96,
     d_model=12_288,
@@ -163,7 +163,7 @@ _ALL = (
     mlp_bias=True,
     tie_embeddings=True,
   ),
-  ModelConfig(  # tiiuae/falcon-180B
+  ModelConfig(
     name="falcon-180b",
     num_layers=80,
     d_model=14_848,
@@ -181,3 +181,18 @@ _ALL = (
 )
 
 MODELS: dict[str, ModelConfig] = {model.name: model for model in _ALL}
+
+# OPT-175B is not there.
+HUGGING_FACE = {
+  "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
+  "llama3-8b": "meta-llama/Meta-Llama-3-8B",
+  "llama3-70b": "meta-llama/Meta-Llama-3-70B",
+  "llama2-7b": "meta-llama/Llama-2-7b-hf",
+  "llama2-70b": "meta-llama/Llama-2-70b-hf",
+  "mistral-7b": "mistralai/Mistral-7B-Instruct-v0.2",
+  "mistral-7b-v0.1": "mistralai/Mistral-7B-v0.1",
+  "yi-34b": "01-ai/Yi-34B-200K",
+  "opt-13b": "facebook/opt-13b",
+  "opt-66b": "facebook/opt-66b",
+  "falcon-180b": "tiiuae/falcon-180B",
+}

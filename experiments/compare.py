@@ -13,12 +13,16 @@ until then.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import pathlib
+import re
 import sys
 
 from absl import flags
 
 from configs.models import MODELS
+from experiments.live import Live
 from experiments.program import (
   FLAGS,
   ROOT,
@@ -55,6 +59,11 @@ def prepare() -> tuple[Checked, Checked | None]:
 def check_with_twin(config: ExperimentConfig, program: str) -> tuple[Checked, Checked | None]:
   """The experiment, and its simulated twin where it runs on the engine."""
   out = out_folder(program)
+  if FLAGS.profile is not None and (config.backend != "jax" or config.processes or config.hosts):
+    raise ValueError(
+      f"--profile={FLAGS.profile} profiles the engine in this process, so it goes with "
+      f"--backend=jax, without --processes and --hosts"
+    )
   twin, without = None, why_no_twin(config)
   if config.backend == "jax" and without is None:
     simulated = load_config(ROOT / SIMULATED)
@@ -99,9 +108,9 @@ def _split(names: str) -> tuple[str, ...]:
 def run(prepared: tuple[Checked, Checked | None]) -> int:
   """Runs an experiment and its twin, prints and writes the report; returns the exit status."""
   checked, twin = prepared
-  progress = Progress()
+  progress = Live() if FLAGS.live else Progress()
   try:
-    experiment = run_experiment(checked, progress)
+    experiment = run_experiment(checked, progress, _profiled)
     text, data = report(experiment)
     tokens_text, tokens_data, is_wrong = token_report(experiment)
   finally:
@@ -127,7 +136,26 @@ def run(prepared: tuple[Checked, Checked | None]) -> int:
   return int(is_wrong or all_failed)
 
 
-if __name__ == "__main__":
+def _profiled(strategy: str) -> contextlib.AbstractContextManager:
+  """Under JAX's profiler, into a folder of the strategy's own, where `--profile` asks for it."""
+  if FLAGS.profile is None:
+    return contextlib.nullcontext()
+  import jax
+
+  folder = pathlib.Path(FLAGS.profile) / re.sub(r"[^\w.-]+", "_", strategy)
+  return jax.profiler.trace(str(folder), create_perfetto_trace=True)
+
+
+def define_run_flags() -> None:
+  """Of the programs that serve and report."""
   define_flags("configs/quickstart.py")
+  flags.DEFINE_string(
+    "profile", None, "folder for what jax.profiler saw of the engine; open it in XProf or Perfetto"
+  )
+  flags.DEFINE_bool("live", False, "show queues, pages, latencies and tokens/s of a run as it goes")
+
+
+if __name__ == "__main__":
+  define_run_flags()
   flags.DEFINE_string("strategies", None, "strategies to compare, separated by commas")
   main(prepare, run)

@@ -24,6 +24,7 @@ from absl import flags
 from configs.hardware import HARDWARE, LINKS
 from experiments.calibrate import entry, rounded
 from experiments.profiling import (
+  Point,
   errors_by_kind,
   fit_points,
   measured_device,
@@ -34,9 +35,11 @@ from experiments.profiling import (
   time_steps,
 )
 from experiments.program import FLAGS, Progress, main, out_folder, whole_file
+from pdjax.core.model_config import ModelConfig
 from pdjax.core.names import pick
 from pdjax.scheduling.pages import PageConfig
 from pdjax.sim.hardware import Device
+from pdjax.sim.padded import Padding
 from pdjax.sources import resolve
 
 KINDS = ("prefill", "decode", "mixed")
@@ -73,12 +76,23 @@ def prepare() -> Checked:
   return Checked(resolve(FLAGS.model, show=print), device, FLAGS.tp, pages, FLAGS.token_budget, out)
 
 
-def run(checked: Checked) -> int:
+class Timed(NamedTuple):
+  """Steps of an engine on the device at hand, whose peaks `device` has."""
+
+  model: ModelConfig
+  dtype: str
+  device: Device
+  padding: Padding
+  points: list[Point]
+
+
+def time_here(checked: Checked, progress: Progress) -> Timed:
+  """Loads the model, compiles its steps and times some 45 of them."""
   from pdjax.engine.build import build_executors, default_buckets, warm_up
   from pdjax.engine.mesh import ensure_devices, make_mesh
   from pdjax.models.checkpoints.checkpoint import open_checkpoint
 
-  progress, pages, tp = Progress(), checked.pages, checked.tp
+  pages, tp = checked.pages, checked.tp
   devices = ensure_devices(tp)[:tp]
   is_cpu = devices[0].platform == "cpu"
   dtype, width = ("float32", 4) if is_cpu else ("bfloat16", 2)
@@ -96,13 +110,18 @@ def run(checked: Checked) -> int:
   plans = steps_to_time(pages, prefill_tokens=longest, mixed_tokens=checked.budget, kinds=KINDS)
   points = time_steps([executor], plans, show=progress.update)
   progress.done(f"timed {len(points)} steps")
-  padding, link = padding_of(buckets), LINKS[FLAGS.link]
+  return Timed(model.config, dtype, device, padding_of(buckets), points)
+
+
+def run(checked: Checked) -> int:
+  model, dtype, device, padding, points = time_here(checked, Progress())
+  tp, link = checked.tp, LINKS[FLAGS.link]
   where = dict(tp=tp, link=link if tp > 1 else None)
-  fitted = fit_points(points, model.config, device, padding, **where)
+  fitted = fit_points(points, model, device, padding, **where)
   fit = rounded(fitted.fit)
-  predicted_s = predictions_s(points, fit, model.config, device, padding, **where)
+  predicted_s = predictions_s(points, fit, model, device, padding, **where)
   errors = errors_by_kind(points, predicted_s)
-  print(f"{model.config.name} in {dtype} on {tp} x {device.name}, load {os.getloadavg()[0]:.1f}")
+  print(f"{model.name} in {dtype} on {tp} x {device.name}, load {os.getloadavg()[0]:.1f}")
   for kind, found in errors.items():
     print(f"  {kind:8} {found.num_points:3} steps  {found} (median / 95th percentile)")
   print(f"\n{device_entry(device, entry(fit))}")
@@ -115,7 +134,7 @@ def run(checked: Checked) -> int:
   result = {
     "machine": f"{platform.machine()}, {os.cpu_count()} cores",
     "date": time.strftime("%Y-%m-%d %H:%M"),
-    "model": model.config.name,
+    "model": model.name,
     "device": dataclasses.asdict(dataclasses.replace(device, fit=fit)),
     "padding": dataclasses.asdict(padding),
     "errors": {kind: found._asdict() for kind, found in errors.items()},
@@ -127,7 +146,7 @@ def run(checked: Checked) -> int:
     from experiments.figures.profile import draw_fit
 
     with whole_file(checked.out / "fit.png") as path:
-      draw_fit(points, predicted_s, path, f"{model.config.name} on {device.name}")
+      draw_fit(points, predicted_s, path, f"{model.name} on {device.name}")
     files.append("fit.png")
   except ImportError as error:
     print(f"no picture: {error}")

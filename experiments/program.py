@@ -25,7 +25,9 @@ from pdjax.config import (
   override,
   parse_pools,
 )
+from pdjax.core.events import EventLog
 from pdjax.core.names import pick
+from pdjax.serving.cluster import Cluster
 from pdjax.sources import SourceError
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -167,6 +169,26 @@ def _refuse(message: str) -> None:
   sys.exit(2)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+  """How far a run has come: what a person is shown of it. `cluster` and `log` are the run's own."""
+
+  strategy: str
+  num_ended: int
+  num_requests: int
+  num_tokens: int
+  now_s: float
+  cluster: Cluster
+  log: EventLog
+
+  def __str__(self) -> str:
+    rate = self.num_tokens / self.now_s if self.now_s else 0.0
+    return (
+      f"{self.strategy}: {self.num_ended} of {self.num_requests} requests, {rate:.1f} tokens/s, "
+      f"{self.now_s:.1f} s"
+    )
+
+
 class Progress:
   """A line that is rewritten on a terminal, and now and then a line of its own elsewhere."""
 
@@ -187,10 +209,18 @@ class Progress:
     """Shows `text` if it is time to."""
     if not self.is_due:
       return
-    self._next_s = self._now_s() + (0.2 if self._is_terminal else self.every_s)
+    self.shown()
     if self._is_terminal:  # a line that wraps could not be rewritten
       text = text[: shutil.get_terminal_size().columns - 1]
     self._write(text, end="\r" if self._is_terminal else "\n")
+
+  def shown(self) -> None:
+    """Something was: nothing is due for a while."""
+    self._next_s = self._now_s() + (0.2 if self._is_terminal else self.every_s)
+
+  def serving(self, status: Status) -> None:
+    """Shows how a run goes, if it is time to."""
+    self.update(str(status))
 
   def done(self, text: str) -> None:
     """Shows `text` for good."""

@@ -14,8 +14,8 @@ import dataclasses
 from absl import flags
 
 from experiments.catalogue import catalogue
-from experiments.compare import check_with_twin, run
-from experiments.program import FLAGS, config_from_flags, define_flags, main
+from experiments.compare import check_with_twin, define_run_flags, run
+from experiments.program import FLAGS, config_from_flags, main
 from experiments.serving import Checked
 from pdjax.config import STRATEGIES
 
@@ -42,7 +42,7 @@ def run_or_list(prepared: tuple[Checked, Checked | None] | None) -> int:
 
 
 if __name__ == "__main__":
-  define_flags("configs/quickstart.py")
+  define_run_flags()
   flags.DEFINE_string("strategy", None, f"chunked (default), or of {', '.join(STRATEGIES)}")
   flags.DEFINE_bool(
     "list", False, "name strategies, policies, routers, workloads, models, hardware; run nothing"

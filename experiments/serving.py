@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import io
 import json
 import os
 import pathlib
 import platform
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from configs.hardware import HARDWARE, link
 from configs.latency import LATENCY
-from experiments.program import Progress, whole_file
+from experiments.program import Progress, Status, whole_file
 from experiments.traffic import Traffic, read_traffic
 from experiments.worlds import World, make_world, typical_pools
 from pdjax.analysis.capacity import capacity_rps, derive_slo
@@ -136,7 +138,15 @@ def _check_role_change(text: str, cluster: Cluster) -> None:
 # The run ------------------------------------------------------------------------------------------
 
 
-def run_experiment(checked: Checked, progress: Progress) -> Experiment:
+Profiled = Callable[[str], contextlib.AbstractContextManager]
+"""What to serve a strategy under, by its name."""
+
+
+def run_experiment(
+  checked: Checked,
+  progress: Progress,
+  profiled: Profiled = lambda strategy: contextlib.nullcontext(),
+) -> Experiment:
   """Sets an experiment up and serves it under every strategy in turn.
 
   Ctrl-C once the first strategy serves ends the experiment with what there is.
@@ -145,7 +155,8 @@ def run_experiment(checked: Checked, progress: Progress) -> Experiment:
   for strategy in experiment.config.strategy_names:
     log = EventLog()
     try:
-      serve_strategy(experiment, strategy, log, progress)
+      with profiled(strategy):
+        serve_strategy(experiment, strategy, log, progress)
     except KeyboardInterrupt:
       experiment.was_interrupted = True
     experiment.runs[strategy] = analyse(strategy, log, experiment.slo)
@@ -153,6 +164,19 @@ def run_experiment(checked: Checked, progress: Progress) -> Experiment:
       progress.done("interrupted: reporting what was measured so far")
       break
   return experiment
+
+
+def served(config: ExperimentConfig) -> Experiment:
+  """Runs an experiment without a word and writes nothing: for notebooks.
+
+  Raises:
+    ValueError: an experiment that cannot run.
+  """
+  checked = check(config, pathlib.Path())
+  try:
+    return run_experiment(checked, Progress(io.StringIO()))
+  finally:
+    checked.world.close()
 
 
 def set_up(checked: Checked, progress: Progress) -> Experiment:
@@ -259,6 +283,18 @@ def serve_strategy(
     inbox.change_role(pool, role, at_s)
   num_ended = num_tokens = 0
   now_s = 0.0
+
+  def status() -> Status:
+    return Status(
+      strategy=strategy,
+      num_ended=num_ended,
+      num_requests=len(experiment.requests),
+      num_tokens=num_tokens,
+      now_s=now_s,
+      cluster=cluster,
+      log=log,
+    )
+
   for turn in serve(
     cluster,
     inbox,
@@ -271,13 +307,8 @@ def serve_strategy(
     num_tokens += turn.num_tokens
     now_s = turn.now_s
     if progress.is_due:
-      progress.update(_line(strategy, num_ended, len(experiment.requests), num_tokens, now_s))
-  progress.done(_line(strategy, num_ended, len(experiment.requests), num_tokens, now_s))
-
-
-def _line(strategy: str, num_ended: int, num_requests: int, num_tokens: int, now_s: float) -> str:
-  rate = num_tokens / now_s if now_s else 0.0
-  return f"{strategy}: {num_ended} of {num_requests} requests, {rate:.1f} tokens/s, {now_s:.1f} s"
+      progress.serving(status())
+  progress.done(str(status()))
 
 
 # Are the tokens the same? -------------------------------------------------------------------------
@@ -526,7 +557,22 @@ def write_results(out: pathlib.Path, experiment: Experiment, data: Mapping[str, 
     write_events(path, logs)
   write_summary(out, data)
   with whole_file(out / "timeline.json") as path:
-    write_chrome_trace(path, logs, world.model, bytes_per_value=world.bytes_per_value)
+    peaks = {
+      name: {
+        spec.name: found
+        for spec in experiment.config.pools_of(name)
+        if (found := world.peaks_of(spec)) is not None
+      }
+      for name in runs
+    }
+    write_chrome_trace(
+      path,
+      logs,
+      world.model,
+      bytes_per_value=world.bytes_per_value,
+      page_size=world.pages.page_size,
+      peaks=peaks,
+    )
   files = ["events.jsonl", "summary.json", "timeline.json"]
   try:
     from experiments.figures.serving import draw_latency, draw_phases, draw_timeline

@@ -38,6 +38,7 @@ from pdjax.deployment import (
   uses_of,
 )
 from pdjax.llm import open_model
+from pdjax.metrics.counters import Peaks
 from pdjax.metrics.utilisation import first_and_last
 from pdjax.remote.executor import RemoteExecutor, start_all
 from pdjax.remote.hosts import call, read_hosts, start_on_hosts
@@ -105,6 +106,10 @@ class World(Protocol):
 
   def extrapolated(self, runs: Mapping[str, Iterable[Event]]) -> list[str]:
     """The caveat about steps of these runs whose times nobody measured the like of, if any."""
+    ...
+
+  def peaks_of(self, spec: PoolSpec) -> Peaks | None:
+    """Of the devices of a pool together; None where they are not known."""
     ...
 
   def close(self) -> None:
@@ -335,6 +340,10 @@ class SimWorld:
   def top2_margin(self, token_ids: Sequence[int]) -> None:
     return None
 
+  def peaks_of(self, spec: PoolSpec) -> Peaks:
+    device, n = self._device(spec.hardware), len(spec.devices)
+    return Peaks(n * device.peak_flops_per_s, n * device.peak_bytes_per_s)
+
   def close(self) -> None:
     pass
 
@@ -470,6 +479,9 @@ class JaxWorld:
 
   def extrapolated(self, runs: Mapping[str, Iterable[Event]]) -> list[str]:
     return []
+
+  def peaks_of(self, spec: PoolSpec) -> None:
+    return None
 
   def close(self) -> None:
     pass

@@ -24,7 +24,7 @@ from pdjax.scheduling.planner import PLANNERS, make_planner
 from pdjax.scheduling.policies import POLICIES, make_policy
 from pdjax.scheduling.routing import ROLES, ROUTERS, check_roles, make_router
 from pdjax.scheduling.scheduler import SchedulerConfig
-from pdjax.workloads.lengths import Fixed, LogNormal, Mix, Quantiles, Uniform
+from pdjax.workloads.lengths import Fixed, LogNormal, Mix, Quantiles, Sampled, Uniform
 
 
 def _check_positive(part: str, config: Any, *names: str) -> None:
@@ -58,7 +58,7 @@ class WorkloadConfig:
   rate_rps: float | None = None
   load: float = 0.7
   cv: float = 2.0  # of the gaps, for arrivals="gamma"
-  lengths: Mix | LogNormal | Uniform | Fixed | Quantiles
+  lengths: Mix | LogNormal | Uniform | Fixed | Quantiles | Sampled
   label: str | None = None
   length_scale: int = 1
   num_requests: int | None = None

@@ -178,6 +178,10 @@ class EventLog:
   def append(self, event: Event) -> None:
     self._events.append(event)
 
+  def since(self, number: int) -> list[Event]:
+    """All but the first `number`."""
+    return self._events[number:]
+
   def __iter__(self) -> Iterator[Event]:
     return iter(self._events)
 

@@ -91,7 +91,8 @@ class Steps:
     @functools.wraps(function)
     def traced(*args):
       self.num_traces[name] += 1  # runs while tracing only
-      return function(*args)
+      with jax.named_scope(name.removesuffix("_step").removesuffix("_layers")):  # of a profile
+        return function(*args)
 
     traced.__name__ = name
     static = {"layers", "num_cuts"} & inspect.signature(function).parameters.keys()
@@ -116,7 +117,8 @@ class Steps:
       seen = seen.at[rows, self._decode_ids(last_token, rows)].set(True, mode="drop")
     logits = self._model.unembed(params, hidden[inputs.sample_places])
     positions = inputs.batch.positions[inputs.sample_places] + 1
-    sampled = sample(logits, inputs.sampling, positions, seen, inputs.sample_rows)
+    with jax.named_scope("sample"):
+      sampled = sample(logits, inputs.sampling, positions, seen, inputs.sample_rows)
     sampled = self._on_each_device(sampled)
     last_token = last_token.at[inputs.sample_rows].set(sampled.ids, mode="drop")
     return cache, last_token, seen, sampled

@@ -24,6 +24,7 @@ from pdjax.core.events import (
   Stroke,
 )
 from pdjax.core.model_config import ModelConfig
+from pdjax.metrics.counters import Count, Peaks, fill_counts, step_counts
 from pdjax.metrics.utilisation import step_work
 
 
@@ -40,13 +41,19 @@ def _when(start_s: float, end_s: float) -> dict[str, float]:
 
 
 def chrome_trace(
-  log: Iterable[Event], config: ModelConfig | None = None, *, bytes_per_value: float = 2
+  log: Iterable[Event],
+  config: ModelConfig | None = None,
+  *,
+  bytes_per_value: float = 2,
+  page_size: int = 16,
+  peaks: Mapping[str, Peaks] | None = None,
 ) -> dict[str, Any]:
   """The trace of a run: a process per pool with its steps, and one for the copies between pools.
 
   A copy is an arrow from the prefill step that made its last page, through the copy, to the first
   step of its request in the target pool; one that was streamed begins before that first step ends.
-  With a model, steps carry FLOPs and bytes.
+  With a model, steps carry FLOPs and bytes. Beside its steps a pool has counters: tokens per step,
+  FLOP/s and bytes/s (of `peaks`, where they are known), requests that wait, pages in use.
   """
   log = list(log)
   pids: dict[str, int] = {}  # of pools; 0 is the run itself, for requests that reached no pool
@@ -94,6 +101,9 @@ def chrome_trace(
       case Copied() | Fetched() | Arrived() | Finished():
         pass  # copies below: they need the steps on both sides; the rest shows in the steps
 
+  how = dict(bytes_per_value=bytes_per_value, peaks=peaks)
+  counts = (*step_counts(log, config, **how), *fill_counts(log, page_size=page_size))
+  rows += [_count_row(count, pids[count.pool]) for count in counts]
   copies = sorted((e for e in log if isinstance(e, Copied)), key=lambda c: c.begin_s)
   lanes = _lanes(copies)
   ends = _step_before_and_after(copies, [e for e in log if isinstance(e, Step | Stroke)])
@@ -122,12 +132,23 @@ def write_chrome_trace(
   config: ModelConfig | None = None,
   *,
   bytes_per_value: float = 2,
+  page_size: int = 16,
+  peaks: Mapping[str, Mapping[str, Peaks]] | None = None,
 ) -> None:
-  """Writes the traces of named runs to one file, each on its own tracks `run: pool`."""
+  """Writes the traces of named runs to one file, each on its own tracks `run: pool`.
+
+  `peaks` are of the pools of each run.
+  """
   rows: list[dict[str, Any]] = []
   first_pid = 0
   for run, log in runs.items():
-    trace = chrome_trace(log, config, bytes_per_value=bytes_per_value)["traceEvents"]
+    trace = chrome_trace(
+      log,
+      config,
+      bytes_per_value=bytes_per_value,
+      page_size=page_size,
+      peaks=(peaks or {}).get(run),
+    )["traceEvents"]
     for row in trace:
       row["pid"] += first_pid
       if "id" in row:  # arrows of different runs must not join
@@ -169,6 +190,18 @@ def _step_row(
     "pid": pid,
     "tid": 0,
     "args": args,
+  }
+
+
+def _count_row(count: Count, pid: int) -> dict[str, Any]:
+  values = {name or count.name: round(value, 4) for name, value in count.values.items()}
+  return {
+    "name": count.name,
+    "ph": "C",
+    "ts": _ns(count.time_s) / 1e3,
+    "pid": pid,
+    "tid": 0,
+    "args": values,
   }
 
 

@@ -204,18 +204,24 @@ class Block(nnx.Module):
     self.mlp = MLP(config)
 
   def __call__(self, x, rope, layer_cache, attend, window):
-    normed = self.attention_norm(x)
-    out, layer_cache = self.attention(normed, rope, layer_cache, attend, window)
-    if self.config.parallel_residual:
-      if not self.config.shared_norm:
-        normed = self.mlp_norm(x)
-      return x + (out + self.mlp(normed)), layer_cache
-    x = x + out
-    return x + self.mlp(self.mlp_norm(x)), layer_cache
+    with jax.named_scope("attention"):
+      normed = self.attention_norm(x)
+      out, layer_cache = self.attention(normed, rope, layer_cache, attend, window)
+    with jax.named_scope("mlp"):
+      if self.config.parallel_residual:
+        if not self.config.shared_norm:
+          normed = self.mlp_norm(x)
+        return x + (out + self.mlp(normed)), layer_cache
+      x = x + out
+      return x + self.mlp(self.mlp_norm(x)), layer_cache
 
 
 class Transformer(nnx.Module):
-  """Layers are unrolled: the cache is one donated array per layer, which a scan would copy."""
+  """Layers are unrolled: the cache is one donated array per layer, which a scan would copy.
+
+  Named scopes are what a profile shows of a step: `embed`, `layer_N/attention` (norm, projections,
+  RoPE, the kernel), `layer_N/mlp`, `unembed`.
+  """
 
   def __init__(self, config: ModelConfig):
     self.config = config
@@ -232,10 +238,11 @@ class Transformer(nnx.Module):
     tokens: jax.Array,  # [T]
     positions: jax.Array,  # [T], -1 for padding
   ) -> jax.Array:  # [T, D]
-    x = self.embedding[...][tokens]
-    if self.config.position == "learned":
-      x = x + self.position_embedding[...].at[positions].get(mode="clip")
-    return x
+    with jax.named_scope("embed"):
+      x = self.embedding[...][tokens]
+      if self.config.position == "learned":
+        x = x + self.position_embedding[...].at[positions].get(mode="clip")
+      return x
 
   def layers(
     self,
@@ -251,17 +258,19 @@ class Transformer(nnx.Module):
     new_cache = []
     for layer, layer_cache in zip(range(lo, hi), cache, strict=True):
       block, window = self.blocks[layer], self.config.window(layer)
-      x, layer_cache = block(x, rope, layer_cache, attend, window)
+      with jax.named_scope(f"layer_{layer}"):
+        x, layer_cache = block(x, rope, layer_cache, attend, window)
       new_cache.append(layer_cache)
     return x, tuple(new_cache)
 
   def unembed(self, x: jax.Array) -> jax.Array:  # [R, D] -> [R, V]
-    x = self.final_norm(x)
-    if self.config.tie_embeddings:
-      equation, weights = "rd,vd->rv", self.embedding
-    else:
-      equation, weights = "rd,dv->rv", self.unembedding
-    return jnp.einsum(equation, x, weights[...], preferred_element_type=jnp.float32)
+    with jax.named_scope("unembed"):
+      x = self.final_norm(x)
+      if self.config.tie_embeddings:
+        equation, weights = "rd,vd->rv", self.embedding
+      else:
+        equation, weights = "rd,dv->rv", self.unembedding
+      return jnp.einsum(equation, x, weights[...], preferred_element_type=jnp.float32)
 
 
 @functools.cache

@@ -33,6 +33,7 @@ KEYS = {  # what the trace event format requires of each phase
   "t": {"name", "cat", "id", "ts", "pid", "tid"},
   "f": {"name", "cat", "id", "ts", "pid", "tid", "bp"},
   "M": {"name", "pid", "args"},
+  "C": {"name", "ts", "pid", "args"},
 }
 
 

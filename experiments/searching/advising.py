@@ -1,0 +1,461 @@
+"""Which strategy for this traffic on so many devices: each kind at its best, what would flip it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from configs.hardware import HARDWARE, link
+from configs.models import HUGGING_FACE, MODELS
+from experiments.program import Progress, whole_file
+from experiments.searching.drive import Driver, RateSearch
+from experiments.searching.goals import (
+  Asked,
+  asked_line,
+  data_of,
+  found,
+  make_search,
+  nothing_passes,
+  table,
+  with_pools,
+  with_slo,
+)
+from experiments.searching.placing import BASELINE_BUDGETS, Candidate, best_of
+from experiments.searching.probe import unloaded
+from experiments.traffic import Traffic, read_traffic
+from pdjax.analysis.placement import Nodes, Shape, shapes
+from pdjax.analysis.rules import Rule, costs_more_than_it_gains, rules
+from pdjax.analysis.targets import Attainment
+from pdjax.config import ExperimentConfig, parse_pools
+from pdjax.core.names import pick
+from pdjax.workloads.lengths import Lengths, Sampled
+
+KINDS = ("continuous", "chunked", "disaggregated")
+POLICY = {"continuous": "prefill_first", "chunked": "sarathi"}
+SAME = 0.05  # rates that differ by less are the same, as they are found to within as much
+FACTORS = (0.25, 0.5, 2.0, 4.0)  # of prompt lengths and SLOs, to see what flips the choice
+QUICK_FACTORS = (0.5, 2.0)
+OTHER_LINKS = ("10gbps", "100gbps", "nvlink")
+
+
+class Setting(NamedTuple):
+  """A strategy with its knobs, on all devices. `unit` of its pools `times` make the whole."""
+
+  kind: str
+  unit: str  # as `parse_pools` reads it
+  times: int
+  token_budget: int | None
+
+  @property
+  def pools(self) -> str:
+    """All of them."""
+    items = []
+    for item in self.unit.split(","):
+      count, rest = item.split("x", 1)
+      items.append(f"{int(count) * self.times}x{rest}")
+    return ",".join(items)
+
+  @property
+  def label(self) -> str:
+    budget = f", token budget {self.token_budget}" if self.token_budget else ""
+    return f"{self.kind}: {self.pools}{budget}"
+
+
+class Flip(NamedTuple):
+  """The two best with one thing changed."""
+
+  what: str
+  searches: tuple[RateSearch, RateSearch]  # of the choice, of the runner-up
+
+  @property
+  def flips(self) -> bool | None:
+    """None: neither serves anything, or it is not known."""
+    own, other = (search.passed_rps for search in self.searches)
+    if not all(search.is_over for search in self.searches) or own is other is None:
+      return None
+    return (other or 0.0) > (own or 0.0) * (1 + SAME)
+
+
+class AdviceGoal:
+  """The goodput of every kind of strategy, each tuned, on as many devices; a choice, and why.
+
+  First the rules that need no simulation. Then candidates: pools of every tensor parallelism that
+  holds the model; of chunked prefill a range of token budgets, of separate pools every ratio of
+  prefill to decode pools. One replica stands for all in the search, the best of each kind are
+  served once more with all their pools. Last, the choice and the best of another kind with other
+  prompt lengths, links and SLOs: what flips the order.
+
+  Raises:
+    ValueError: the model fits on no pool of so many devices, or a target that is no attainment.
+  """
+
+  def __init__(self, asked: Asked, *, num_devices: int, quick: bool = False):
+    if not isinstance(asked.target, Attainment):
+      raise ValueError("advice is about goodput, not capacity")
+    if num_devices < 1:
+      raise ValueError(f"devices={num_devices} must be at least 1")
+    self._num_devices, self._quick = num_devices, quick
+    config = asked.config
+    self.model = pick(MODELS, config.model, "model")
+    self._device = pick(HARDWARE, config.hardware, "hardware")
+    self.traffic: Traffic = read_traffic(config.workload)
+    self._unfit: dict[Shape, str] = {}
+    self._shapes = [
+      shape
+      for shape in shapes(
+        self.model, Nodes(num_nodes=1, devices_per_node=num_devices), lambda s: True
+      )
+      if shape.pp == 1 and shape.tp & (shape.tp - 1) == 0 and self._fits(shape, asked)
+    ]
+    if not self._shapes:
+      largest, why = list(self._unfit.items())[-1]
+      raise ValueError(
+        f"{self.model.name} fits on no pool of {num_devices} x {config.hardware}: over "
+        f"{largest.tp} devices {why}"
+      )
+    first = with_pools(config, self._shapes[0].text("mixed"))
+    self.asked = dataclasses.replace(
+      asked, config=dataclasses.replace(config, slo=with_slo(first).slo)
+    )
+    self.rules = self._rules(first)
+    self.searches: dict[str, list[RateSearch]] = {}
+    self.finals: dict[Setting, RateSearch] = {}
+    self.flips: list[Flip] = []
+
+  def _fits(self, shape: Shape, asked: Asked) -> bool:
+    try:
+      unloaded(with_pools(asked.config, shape.text("mixed")))
+    except ValueError as error:
+      self._unfit[shape] = str(error)
+      return False
+    return True
+
+  def _rules(self, config: ExperimentConfig) -> list[Rule]:
+    """On the smallest pool that holds the model."""
+    world = unloaded(config).world
+    token_bytes = self.model.kv_bytes_per_token(world.bytes_per_value)
+    way = link(config.link)
+    num_links = self._shapes[0].tp
+    return rules(
+      self.traffic.sample(config.workload.seed),
+      prefill_s=world.alone.prefill_s,
+      decode_step_s=world.alone.decode_s(world.pages.num_rows),
+      copy_s=lambda tokens: way.copy_s(tokens * token_bytes / num_links),
+      tpot_slo_s=self.asked.config.slo.tpot_s,
+    )
+
+  # Candidates -------------------------------------------------------------------------------------
+
+  def settings(self) -> dict[str, list[Setting]]:
+    """What is searched, by kind."""
+    num_rows = self.asked.config.cache.num_rows
+    budgets = [b for b in BASELINE_BUDGETS if b >= num_rows] or [num_rows]
+    alone = [
+      (shape, self._num_devices // shape.tp)
+      for shape in self._shapes
+      if self._num_devices % shape.tp == 0
+    ]
+    settings: dict[str, list[Setting]] = {}
+    for kind, policy in POLICY.items():
+      settings[kind] = [
+        Setting(kind, shape.text("mixed", policy=policy), count, budget)
+        for shape, count in alone
+        for budget in (budgets if kind == "chunked" else [None])
+      ]
+    settings["disaggregated"] = [
+      Setting("disaggregated", unit, times, None) for unit, times in self._pairs()
+    ]
+    return settings
+
+  def _pairs(self) -> Iterator[tuple[str, int]]:
+    """Ratios of prefill to decode pools that use all devices; equal ones as one unit, repeated."""
+    for prefill in self._shapes:
+      for decode in self._shapes:
+        for num_prefill in range(1, self._num_devices // prefill.tp + 1):
+          left = self._num_devices - num_prefill * prefill.tp
+          if left < decode.tp or left % decode.tp:
+            continue
+          num_decode = left // decode.tp
+          times = math.gcd(num_prefill, num_decode)
+          yield (
+            f"{prefill.text('prefill', num_prefill // times)},"
+            f"{decode.text('decode', num_decode // times)}",
+            times,
+          )
+
+  def config_of(self, setting: Setting, *, whole: bool = True) -> ExperimentConfig:
+    """The experiment under a setting, with one unit of its pools or all."""
+    config = with_pools(self.asked.config, setting.pools if whole else setting.unit)
+    if setting.token_budget is None:
+      return config
+    scheduler = dataclasses.replace(config.scheduler, token_budget=setting.token_budget)
+    return dataclasses.replace(config, scheduler=scheduler)
+
+  # The search -------------------------------------------------------------------------------------
+
+  def run(self, driver: Driver, progress: Progress) -> None:
+    for kind, settings in self.settings().items():
+      candidates = [
+        Candidate(
+          name=setting.label,
+          config=self.config_of(setting, whole=False),
+          weight=setting.times / self._num_devices,
+          thing=setting,
+        )
+        for setting in settings
+      ]
+      best = best_of(self.asked, candidates, driver, self.searches.setdefault(kind, []))
+      if best is not None:
+        setting = best[0].thing
+        self.finals[setting] = make_search(self.asked, setting.label, self.config_of(setting))
+    driver.run(list(self.finals.values()))
+    if len(self.ranked) > 1:
+      self._look_for_flips(driver)
+
+  @property
+  def ranked(self) -> list[Setting]:
+    """The best of each kind that serves anything, the best of all first; simple ones before others
+    that serve no more.
+    """
+    passed = [s for s, search in self.finals.items() if search.passed_rps is not None]
+    ranked = sorted(passed, key=lambda s: -self.finals[s].passed_rps)
+    if ranked:
+      most = self.finals[ranked[0]].passed_rps / (1 + SAME)
+      level = [s for s in ranked if self.finals[s].passed_rps >= most]
+      simplest = min(level, key=lambda s: KINDS.index(s.kind))
+      ranked.remove(simplest)
+      ranked.insert(0, simplest)
+    return ranked
+
+  def _look_for_flips(self, driver: Driver) -> None:
+    pair = self.ranked[:2]
+    asked = dataclasses.replace(self.asked, confirms=False)
+    for what, change in self._changes(pair).items():
+      searches = tuple(
+        make_search(asked, f"{what}: {s.kind}", change(self.config_of(s)), is_candidate=True)
+        for s in pair
+      )
+      self.flips.append(Flip(what, searches))
+    driver.run([search for flip in self.flips for search in flip.searches])
+
+  def _changes(
+    self, pair: Sequence[Setting]
+  ) -> dict[str, Callable[[ExperimentConfig], ExperimentConfig]]:
+    """What is changed, one thing at a time."""
+    factors = QUICK_FACTORS if self._quick else FACTORS
+    slo = self.asked.config.slo
+    changes: dict[str, Callable] = {}
+
+    def with_slos(**own: float) -> Callable:
+      return lambda c: dataclasses.replace(c, slo=dataclasses.replace(c.slo, **own))
+
+    for factor in factors:
+      lengths = self._with_prompts(factor)
+      if lengths is not None:
+        changes[f"prompts {factor:g} times as long"] = lambda c, lengths=lengths: (
+          dataclasses.replace(
+            c, workload=dataclasses.replace(c.workload, lengths=lengths, trace=None)
+          )
+        )
+    for name, value_s in (("ttft_s", slo.ttft_s), ("tpot_s", slo.tpot_s)):
+      for factor in factors:
+        what = f"{name[:4].upper()} SLO {value_s * factor:.3g} s"
+        changes[what] = with_slos(**{name: value_s * factor})
+    if any(setting.kind == "disaggregated" for setting in pair):
+      for other in OTHER_LINKS:
+        if link(other).bytes_per_s != link(self.asked.config.link).bytes_per_s:
+          changes[f"link {other}"] = lambda c, other=other: dataclasses.replace(c, link=other)
+    return changes
+
+  def _with_prompts(self, factor: float) -> Sampled | None:
+    """The requests with prompts so many times as long; None where the model has no room."""
+    pairs = self.traffic.sample(self.asked.config.workload.seed)
+    longer = tuple(Lengths(max(1, round(p * factor)), n) for p, n in pairs)
+    longest = max(map(sum, longer))
+    return None if factor > 1 and longest > self.model.max_len else Sampled(recorded=longer)
+
+  # The report -------------------------------------------------------------------------------------
+
+  def verdict(self) -> str:
+    every = [s for own in self.searches.values() for s in own] + list(self.finals.values())
+    if not all(search.is_over for search in every) or not every:
+      return "interrupted: nothing is recommended."
+    if not self.ranked:
+      return nothing_passes(every) or "no search came to a rate."
+    best, *others = self.ranked
+    lines = [f"Use {best.label}: {found(self.finals[best])}."]
+    rate = self.finals[best].passed_rps
+    if others:
+      second, other_rps = others[0], self.finals[others[0]].passed_rps
+      if rate * (1 + SAME) >= other_rps >= rate / (1 + SAME):
+        lines.append(
+          f"Runner-up, and no worse as far as these runs can tell: {second.label}, "
+          f"{other_rps:.4g}/s; the simpler one is recommended."
+        )
+      else:
+        lines.append(
+          f"Runner-up: {second.label}, {other_rps:.4g}/s; the margin is {rate / other_rps - 1:.0%}."
+        )
+      lines += [f"Then {s.label}, {self.finals[s].passed_rps:.4g}/s." for s in others[1:]]
+    missing = [kind for kind in self.searches if kind not in {s.kind for s in self.ranked}]
+    if missing:
+      lines.append(f"{', '.join(missing)}: meets the SLOs at no rate.")
+    lines += self._flip_lines()
+    if best.kind != "disaggregated" and (why := costs_more_than_it_gains(self.rules)):
+      lines.append(why)
+    return "\n".join(lines)
+
+  def _flip_lines(self) -> list[str]:
+    if not self.flips:
+      return []
+    flipped = [flip for flip in self.flips if flip.flips]
+    kept = [flip.what for flip in self.flips if flip.flips is False]
+    lines = [
+      f"Flips with {flip.what}: then {flip.searches[1].name.rsplit(': ', 1)[1]} serves "
+      f"{_rate(flip.searches[1])}, {flip.searches[0].name.rsplit(': ', 1)[1]} "
+      f"{_rate(flip.searches[0])}."
+      for flip in flipped
+    ]
+    if kept:
+      lines.append(f"Does not flip with {', '.join(kept)}.")
+    return lines
+
+  def report(self) -> tuple[str, dict[str, Any]]:
+    lines = [
+      asked_line(self.asked),
+      f"{self._num_devices} x {self._device.label}, {self.asked.config.link} between pools.",
+      "Before any simulation",
+      *(f"  {'for' if r.speaks_for_separation else 'against'} separate pools: {r.says}"
+        for r in self.rules),
+    ]  # fmt: skip
+    for kind, searches in self.searches.items():
+      lines += [f"{kind.capitalize()}, one replica:", table(searches)]
+    if self.finals:
+      lines += ["The best of each with all pools:", table(list(self.finals.values()))]
+    words = self.verdict()
+    lines += ["Advice", *(f"  {line}" for line in words.splitlines())]
+    if self.ranked:
+      commands = vllm_commands(self.ranked[0], self.asked.config, sum(self.traffic.longest))
+      lines += ["The like of it in vLLM", *(f"  {line}" for line in commands)]
+    data = {
+      "num_devices": self._num_devices,
+      "rules": [rule._asdict() for rule in self.rules],
+      "ranked": [s._asdict() | {"goodput_rps": self.finals[s].passed_rps} for s in self.ranked],
+      "flips": [{"what": f.what, "flips": f.flips, "searches": [data_of(s) for s in f.searches]}
+                for f in self.flips],
+      "searches": {kind: [data_of(s) for s in own] for kind, own in self.searches.items()},
+      "finals": [data_of(search) for search in self.finals.values()],
+      "verdict": words,
+    }  # fmt: skip
+    return "\n".join(lines), data
+
+  def write_config(self, path: pathlib.Path) -> None:
+    """Writes the recommended experiment as a config file, at 0.8 of its goodput."""
+    best = self.ranked[0]
+    config = self.config_of(best)
+    workload = dataclasses.replace(
+      config.workload, rate_rps=round(0.8 * self.finals[best].passed_rps, 4), num_requests=500
+    )
+    with whole_file(path) as part:
+      part.write_text(config_source(dataclasses.replace(config, workload=workload), best.label))
+
+  def draw(self, out: pathlib.Path) -> list[str]:
+    from experiments.figures.search import draw_bars, draw_frontier
+
+    passed = {
+      kind: {s.name.split(": ", 1)[1]: s.per_device_rps for s in own if s.per_device_rps}
+      for kind, own in self.searches.items()
+    }
+    files = []
+    if any(passed.values()):
+      with whole_file(out / "candidates.png") as path:
+        draw_bars(passed, "goodput a device (requests a second)", self.asked.target.label, path)
+      files.append("candidates.png")
+    if self.finals:
+      with whole_file(out / "frontier.png") as path:
+        draw_frontier(list(self.finals.values()), path)
+      files.append("frontier.png")
+    return files
+
+
+def _rate(search: RateSearch) -> str:
+  return "nothing" if search.passed_rps is None else f"{search.passed_rps:.4g}/s"
+
+
+def config_source(config: ExperimentConfig, label: str) -> str:
+  """A config file that makes this experiment. It says what differs from the defaults."""
+  names: dict[str, set[str]] = {"pdjax.config": {"ExperimentConfig"}}
+  text = _source(config, "  ", names)
+  imports = "\n".join(
+    f"from {module} import {', '.join(sorted(own))}" for module, own in sorted(names.items())
+  )
+  return f'''"""{label}. Written by `python -m experiments.advise`.
+
+    python -m experiments.run --config=THIS_FILE
+    python -m experiments.compare --config=THIS_FILE
+"""
+
+{imports}
+
+
+def get_config() -> ExperimentConfig:
+  return {text}
+'''
+
+
+def _source(value: Any, indent: str, names: dict[str, set[str]]) -> str:
+  """A value as Python. Adds what has to be imported to `names`, by module."""
+  deeper = indent + "  "
+  if dataclasses.is_dataclass(value):
+    names.setdefault(type(value).__module__, set()).add(type(value).__name__)
+    items = [
+      f"{field.name}={_source(own, deeper, names)}"
+      for field in dataclasses.fields(value)
+      if (own := getattr(value, field.name)) != field.default
+    ]
+    if not items:
+      return f"{type(value).__name__}()"
+    lines = "".join(f"{deeper}{item},\n" for item in items)
+    return f"{type(value).__name__}(\n{lines}{indent})"
+  if isinstance(value, str):
+    return json.dumps(value)
+  if isinstance(value, tuple):
+    flat = [_source(own, deeper, names) for own in tuple(value)]
+    one_line = f"({', '.join(flat)}{',' if len(flat) == 1 else ''})"
+    if len(indent + one_line) < 90:
+      return one_line
+    return "(\n" + "".join(f"{deeper}{own},\n" for own in flat) + f"{indent})"
+  return repr(value)
+
+
+def vllm_commands(setting: Setting, config: ExperimentConfig, longest_tokens: int) -> list[str]:
+  """How vLLM (0.10 and later) would be started for the same; a router in front is not its part."""
+  base = f"vllm serve {HUGGING_FACE.get(config.model, config.model)}"
+  base += f" --max-num-seqs {config.cache.num_rows} --block-size {config.cache.page_size}"
+  base += f" --max-model-len {longest_tokens}"
+  lines = []
+  for spec, count in _counted(setting.pools).items():
+    tp, role = spec
+    command = base + (f" --tensor-parallel-size {tp}" if tp > 1 else "")
+    if setting.kind == "chunked":
+      command += f" --enable-chunked-prefill --max-num-batched-tokens {setting.token_budget}"
+    elif role != "decode":
+      command += f" --no-enable-chunked-prefill --max-num-batched-tokens {longest_tokens}"
+    if setting.kind == "disaggregated":
+      kind = "kv_producer" if role == "prefill" else "kv_consumer"
+      transfer = f'{{"kv_connector":"NixlConnector","kv_role":"{kind}"}}'
+      command += f" --kv-transfer-config '{transfer}'"
+    lines.append(f"{count} x {command}")
+  return lines
+
+
+def _counted(pools: str) -> Mapping[tuple[int, str], int]:
+  counts: dict[tuple[int, str], int] = {}
+  for spec in parse_pools(pools):
+    key = (spec.group.tp, spec.role)
+    counts[key] = counts.get(key, 0) + 1
+  return counts

@@ -1,0 +1,183 @@
+"""Advice: every kind tuned on equal devices, a choice, what flips it, and a config that runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+import pytest
+
+from experiments.program import Progress
+from experiments.searching.advising import (
+  SAME,
+  AdviceGoal,
+  Setting,
+  config_source,
+  vllm_commands,
+)
+from experiments.searching.drive import Driver, ProbeCache
+from experiments.searching.goals import Asked
+from experiments.sweep import Serial
+from pdjax.analysis.targets import Attainment, Outcome, Stalls
+from pdjax.config import (
+  CacheConfig,
+  ExperimentConfig,
+  SloConfig,
+  WorkloadConfig,
+  load_config,
+  parse_pools,
+)
+from pdjax.workloads.lengths import Fixed
+
+pytestmark = pytest.mark.quick
+
+CONFIG = ExperimentConfig(
+  model="llama3-8b",
+  hardware="a100",
+  backend="sim",
+  workload=WorkloadConfig(lengths=Fixed(prompt_tokens=1000, output_tokens=20)),
+  cache=CacheConfig(layout="paged", num_rows=16),
+  slo=SloConfig(ttft_s=1.0, tpot_s=0.05),
+)
+
+
+def _goal(config=CONFIG, num_devices=2, target=None) -> AdviceGoal:
+  asked = Asked(
+    config=config,
+    target=target or Attainment(),
+    out=pathlib.Path(),
+    requests_per_device=20,
+    least_s=1.0,
+  )
+  return AdviceGoal(asked, num_devices=num_devices, quick=True)
+
+
+def _served(goal: AdviceGoal, out: pathlib.Path, goodput_rps) -> AdviceGoal:
+  """As if rates up to `goodput_rps(config)` met the target."""
+
+  def simulate(probe) -> Outcome:
+    share = 1.0 if probe.rate_rps <= goodput_rps(probe.config) else 0.0
+    values = {f"{m}_p{q}_s": 0.1 for m in ("ttft", "tpot") for q in (50, 90, 99)}
+    return Outcome(
+      rate_rps=probe.rate_rps,
+      num_requests=20,
+      num_failed=0,
+      attainment=share,
+      attainment_ttft=share,
+      attainment_tpot=share,
+      itl_p99_s=0.1,
+      queue_p50_s=0.0,
+      **values,
+    )
+
+  driver = Driver(Serial(), ProbeCache(out / "probes.jsonl"), Progress(), simulate)
+  goal.run(driver, Progress())
+  return goal
+
+
+def _kind(config: ExperimentConfig) -> str:
+  policies = {spec.policy for spec in parse_pools(config.pools)}
+  return {"prefill_first": "continuous", "sarathi": "chunked"}.get(policies.pop(), "disaggregated")
+
+
+def _by_kind(**rates):
+  """Goodput of all devices; of a unit its share."""
+  return lambda config: rates[_kind(config)] * config.num_devices / 2
+
+
+def test_every_setting_uses_all_devices_and_ratios_come_once():
+  settings = _goal(num_devices=4).settings()
+  every = [setting for own in settings.values() for setting in own]
+  assert {sum(len(s.devices) for s in parse_pools(x.pools)) for x in every} == {4}
+  assert len({(x.pools, x.token_budget) for x in every}) == len(every)
+  ratios = {x.pools for x in settings["disaggregated"]}
+  assert {"1xprefill,3xdecode", "2xprefill,2xdecode", "3xprefill,1xdecode"} <= ratios
+  assert "1xprefill:tp2,1xdecode:tp2" in ratios
+
+
+def test_a_unit_and_its_times_are_all_pools():
+  assert Setting("disaggregated", "1xprefill:tp2,2xdecode", 3, None).pools == (
+    "3xprefill:tp2,6xdecode"
+  )
+
+
+@pytest.mark.parametrize("best", ["continuous", "chunked", "disaggregated"])
+def test_what_serves_most_is_recommended(best, tmp_path):
+  rates = dict.fromkeys(("continuous", "chunked", "disaggregated"), 4.0) | {best: 8.0}
+  goal = _served(_goal(), tmp_path, _by_kind(**rates))
+  assert goal.ranked[0].kind == best
+  assert goal.verdict().startswith(f"Use {best}")
+
+
+def test_of_rates_that_are_the_same_the_simplest_is_recommended(tmp_path):
+  rates = _by_kind(continuous=5.0, chunked=5.0 * (1 + SAME / 4), disaggregated=2.0)
+  goal = _served(_goal(), tmp_path, rates)
+  assert goal.ranked[0].kind == "continuous" and "no worse" in goal.verdict()
+
+
+def test_it_says_what_flips_the_choice(tmp_path):
+  def goodput_rps(config) -> float:
+    is_tight = config.slo.tpot_s < 0.05
+    rates = dict(continuous=3.0, chunked=6.0, disaggregated=5.0 + 4.0 * is_tight)
+    return _by_kind(**rates)(config)
+
+  goal = _served(_goal(), tmp_path, goodput_rps)
+  flipped = [flip.what for flip in goal.flips if flip.flips]
+  assert flipped == ["TPOT SLO 0.025 s"]
+  assert "Flips with TPOT SLO 0.025 s: then disaggregated serves" in goal.verdict()
+
+
+def test_where_nothing_passes_it_says_so(tmp_path):
+  goal = _served(_goal(), tmp_path, lambda config: 0.0)
+  assert not goal.ranked and goal.verdict().startswith("Nothing reaches it")
+
+
+def test_short_prompts_of_a_small_model_on_a_slow_link_should_not_be_separated(tmp_path):
+  lengths = Fixed(prompt_tokens=100, output_tokens=20)
+  config = dataclasses.replace(
+    CONFIG, model="smollm2-135m", link="1gbps", workload=WorkloadConfig(lengths=lengths)
+  )
+  rates = _by_kind(continuous=9.0, chunked=8.0, disaggregated=5.0)
+  goal = _served(_goal(config), tmp_path, rates)
+  assert "Disaggregation costs more than it gains here" in goal.verdict()
+
+
+def test_the_config_that_it_writes_is_the_one_that_it_means(tmp_path):
+  goal = _served(_goal(), tmp_path, _by_kind(continuous=3.0, chunked=2.0, disaggregated=9.0))
+  goal.write_config(tmp_path / "advised.py")
+  config = load_config(tmp_path / "advised.py")
+  assert config.pools == "1xprefill,1xdecode"
+  assert config.workload.rate_rps == pytest.approx(
+    0.8 * goal.finals[goal.ranked[0]].passed_rps, abs=1e-3
+  )
+  assert dataclasses.replace(config, workload=CONFIG.workload) == dataclasses.replace(
+    goal.config_of(goal.ranked[0]), workload=CONFIG.workload
+  )
+
+
+@pytest.mark.parametrize("name", ["llama3_8b_a100", "opt13b_a100", "quickstart", "interference"])
+def test_a_config_as_python_is_the_same_config(name, tmp_path):
+  root = pathlib.Path(__file__).resolve().parents[2]
+  config = load_config(root / "configs" / f"{name}.py")
+  path = tmp_path / "config.py"
+  path.write_text(config_source(config, "the same"))
+  assert load_config(path) == config
+
+
+def test_the_like_of_it_in_vllm_names_what_differs():
+  chunked = Setting("chunked", "1xmixed:tp2:sarathi", 2, 512)
+  (line,) = vllm_commands(chunked, CONFIG, 1020)
+  assert line.startswith("2 x vllm serve meta-llama/Meta-Llama-3-8B")
+  assert "--tensor-parallel-size 2" in line and "--max-num-batched-tokens 512" in line
+  pair = vllm_commands(Setting("disaggregated", "1xprefill,1xdecode", 1, None), CONFIG, 1020)
+  assert ["kv_producer" in line for line in pair] == [True, False]
+  assert ["kv_consumer" in line for line in pair] == [False, True]
+
+
+def test_wrong_input():
+  with pytest.raises(ValueError, match="devices=0 must be at least 1"):
+    _goal(num_devices=0)
+  with pytest.raises(ValueError, match="not capacity"):
+    _goal(target=Stalls(itl_s=0.1))
+  with pytest.raises(ValueError, match="llama3-70b fits on no pool of 1 x a100"):
+    _goal(dataclasses.replace(CONFIG, model="llama3-70b"), num_devices=1)
