@@ -1,7 +1,8 @@
 """Which pool takes a request, or why none does.
 
 A router is a callable of a `Routing`, which is all that it may look at. It gives the index of a
-pool in `routing.pools`, `Fetch`, or `Rejected`.
+pool in `routing.pools`, `Fetch`, or `Rejected`. One with a method `at_hand_off` is asked once more
+when a prefill pool has prefilled the prompt.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class Routing:
 
   `entry` are the pools that prompts go to, mixed or prefill; `decode` those that prefill pools hand
   over to, which can also prefill a prompt themselves. `handing_over` are the sequences between the
-  two. `copy_s_per_token` is what copies between pools took of late, 0 before the first.
+  two; `fetching` those that are queued when a part of their prefix has been copied to their pool:
+  the pool, the sequence, how much of it will be there. `copy_s_per_token` is what copies between
+  pools took of late, 0 before the first.
   """
 
   seq: Sequence
@@ -67,6 +70,7 @@ class Routing:
   entry: Seq[Scheduler]
   decode: Seq[Scheduler] = ()
   handing_over: Seq[Sequence] = ()
+  fetching: Seq[tuple[Scheduler, Sequence, int]] = ()
   copy_s_per_token: float = 0.0
 
   @property
@@ -91,14 +95,15 @@ class Routing:
     )
 
   def queue_s(self, pool: Scheduler) -> float:
-    """Predicted time of prefilling what is queued and in progress there.
+    """Predicted time of prefilling what is queued and in progress there, or about to be.
 
     As many tokens as are left, in prompts of the mean length of those queued.
     """
-    left = pool.prefill_tokens_left
+    fetching = [seq.num_tokens - cached for own, seq, cached in self.fetching if own is pool]
+    left = pool.prefill_tokens_left + sum(fetching)
     if not left:
       return 0.0
-    num_prompts = len(pool.waiting) + len(pool.prefilling) or 1
+    num_prompts = len(pool.waiting) + len(pool.prefilling) + len(fetching) or 1
     return _prefill_s(
       pool,
       StepCounts(
@@ -196,7 +201,7 @@ def _draw(seed: int, routing: Routing) -> random.Random:
 
 # Mooncake -----------------------------------------------------------------------------------------
 
-REJECTIONS = ("never", "early", "predicted")
+REJECTIONS = ("never", "after_prefill", "early", "predicted")
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -207,9 +212,10 @@ class Conductor:
   more than `balancing_threshold` times as much of the prompt, it is copied from there first, which
   also spreads hot prefixes; None: never. Targets are those of
   the request (`Request.slo`), or these. `rejects` under overload (tech report, section 7): `never`;
-  `early` whoever would miss a target of prefill or decode as things stand; `predicted` likewise,
-  but with the decode pools as they will be when this prefill ends: with those that arrive there by
-  then, and without those that have decoded for `decode_s`.
+  `after_prefill` whoever would miss the target of prefill on arrival, and that of decode when the
+  prompt has been prefilled, in vain then; `early` on arrival whoever would miss either as things
+  stand; `predicted` likewise, but with the decode pools as they will be when this prefill ends:
+  with those that arrive there by then, and without those that have decoded for `decode_s`.
 
   `local_prefill_tokens` lets prompts with no more than so many tokens uncached prefill on a decode
   pool that has room now, if the step beside its decodes stays within the TPOT target (conditional
@@ -234,7 +240,7 @@ class Conductor:
       raise ValueError(f"local_prefill_tokens={self.local_prefill_tokens} must be 0 or more")
 
   def __call__(self, routing: Routing) -> int | Fetch | Rejected:
-    slo = routing.request.slo or Slo(ttft_s=self.ttft_s or 1e9, tpot_s=self.tpot_s or 1e9)
+    slo = self._slo(routing)
     local = self._local(routing, slo)
     if local is not None:
       return local
@@ -250,11 +256,25 @@ class Conductor:
     if self.rejects != "never":
       if ttft_s > slo.ttft_s:
         return Rejected(reason=f"overload: predicted TTFT {ttft_s:.3g} s is over {slo.ttft_s:g} s")
-      tpot_s = self._tpot_s(routing, ttft_s)
-      if tpot_s > slo.tpot_s:
-        return Rejected(reason=f"overload: predicted TPOT {tpot_s:.3g} s is over {slo.tpot_s:g} s")
+      if self.rejects != "after_prefill" and (late := self._late_decode(routing, slo, ttft_s)):
+        return late
     chosen = ttfts_s.index(ttft_s)
     return Fetch(pool=chosen, source=cached.index(most)) if fetches[chosen] else chosen
+
+  def at_hand_off(self, routing: Routing) -> Rejected | None:
+    """Why a request whose prompt has just been prefilled goes no further, if it does not."""
+    if self.rejects != "after_prefill":
+      return None
+    return self._late_decode(routing, self._slo(routing), 0.0)
+
+  def _slo(self, routing: Routing) -> Slo:
+    return routing.request.slo or Slo(ttft_s=self.ttft_s or 1e9, tpot_s=self.tpot_s or 1e9)
+
+  def _late_decode(self, routing: Routing, slo: Slo, prefill_s: float) -> Rejected | None:
+    tpot_s = self._tpot_s(routing, prefill_s)
+    if tpot_s <= slo.tpot_s:
+      return None
+    return Rejected(reason=f"overload: predicted TPOT {tpot_s:.3g} s is over {slo.tpot_s:g} s")
 
   def _is_worth_a_copy(self, most: int, own: int) -> bool:
     threshold = self.balancing_threshold

@@ -229,6 +229,11 @@ class Cluster:
       return entry[choice.pool], entry[choice.source]
     return (*entry, *decode)[choice], None
 
+  def rejection(self, seq: Sequence, now_s: float) -> Rejected | None:
+    """Why the router does not let a sequence on that was just prefilled. Changes nothing."""
+    ask = getattr(self.router, "at_hand_off", None)
+    return None if ask is None else ask(self._routing(seq, now_s, self.entry, self.decode))
+
   def route_again(self, seq: Sequence, now_s: float) -> Pool | None:
     """Where a sequence that was let in long ago is prefilled again: nobody rejects it now.
 
@@ -280,6 +285,9 @@ class Cluster:
       entry=[p.scheduler for p in entry],
       decode=[p.scheduler for p in decode],
       handing_over=[seq for _, seq in self.outbox] + [t.seq for t in self.transfers],
+      fetching=[
+        (p.target.scheduler, seq, p.handle.num_tokens) for p in self.prefetches for seq in p.seqs
+      ],
       copy_s_per_token=self.copy_s_per_token,
     )
 

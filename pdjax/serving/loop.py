@@ -234,6 +234,7 @@ class _Loop:
     self.steps_in_flight: int = steps_in_flight
     self.grace_s: float = grace_s
     self.planner: Planner | None = planner
+    self.prefilled: list[Sequence] = []  # just now; whether they go on is yet to be asked
     inbox.wake = clock.wake
 
   def turns(self) -> Iterator[Turn]:
@@ -426,6 +427,7 @@ class _Loop:
     return handle, ticket
 
   def _hand_off(self, turn: Turn) -> None:
+    self._reject_prefilled(turn)
     self._close_transfers(turn)
     for transfer in self.cluster.transfers:
       self._send(transfer, turn)
@@ -442,6 +444,14 @@ class _Loop:
       outbox.popleft()
       seq.enter(State.MOVING)
       self._open_transfer(seq, source, reserved, turn)
+
+  def _reject_prefilled(self, turn: Turn) -> None:
+    """Ends those that have been prefilled in vain."""
+    prefilled, self.prefilled = self.prefilled, []
+    for seq in prefilled:
+      rejected = self.cluster.rejection(seq, turn.now_s)
+      if rejected is not None:
+        self._end(seq.request_id, f"rejected: {rejected.reason}", turn)
 
   def _open_transfer(
     self, seq: Sequence, source: Pool, reserved: tuple[Pool, int, int], turn: Turn
@@ -676,6 +686,8 @@ class _Loop:
       for seq, _ in outcome.emitted:
         if seq.state is not State.ENDED:
           self._leave(pool, seq)
+          if len(seq.output_ids) == 1:  # else it was let on before, and is only computed again
+            self.prefilled.append(seq)
 
   def _commit_stroke(self, pool: Pool, turn: Turn) -> None:
     plan, ticket, submit_s = pool.in_flight.popleft()

@@ -88,6 +88,7 @@ def test_a_dropped_request_counts_no_more_and_a_preempted_one_counts_again():
   assert (scheduler.prefill_tokens_left, scheduler.output_tokens_left) == (0, 0)
 
 
+@pytest.mark.once
 @settings(max_examples=50, derandomize=True)
 @given(sizes=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=20))
 def test_pools_end_up_within_one_request_of_each_other(sizes):
@@ -175,6 +176,16 @@ def test_the_conductor_weighs_the_cache_against_the_queue():
   assert route(pools, with_ids(0, range(20)), conductor) == 0, "17 + 4 ms against 20"
 
 
+def test_the_conductor_counts_those_whose_prefix_is_on_its_way_to_a_pool():
+  """Of many that arrive at once, not all are sent to the pool that was idle before the first."""
+  pools = [cached_pool(name, [], predict=step_s) for name in "ab"]
+  fetching = [(pools[0], Sequence(make_request(1, 20, 1)), 16)]
+  assert route(pools, with_ids(0, range(20)), Conductor()) == 0
+  assert route(pools, with_ids(0, range(20)), Conductor(), fetching=fetching) == 1
+  pools[1].add(Sequence(make_request(2, 5, 1)))
+  assert route(pools, with_ids(0, range(20)), Conductor(), fetching=fetching) == 0, "4 ms against 5"
+
+
 def test_early_rejection_tells_who_would_miss_a_target_of_either_phase():
   prefill = cached_pool("p", [], role="prefill", predict=step_s)
   decode = cached_pool("d", [], role="decode", predict=step_s)
@@ -191,6 +202,29 @@ def test_early_rejection_tells_who_would_miss_a_target_of_either_phase():
   assert ask(30) == 0, "two sequences take 12 ms"
   run_one(decode, 51)
   assert isinstance(ask(30), Rejected) and "TPOT 0.013 s" in ask(30).reason
+
+
+def test_decode_load_can_be_asked_about_only_when_the_prompt_has_been_prefilled():
+  """Mooncake's baseline: a prompt is prefilled that will then find no room among the decodes."""
+  prefill = cached_pool("p", [], role="prefill", predict=step_s)
+  decode = cached_pool("d", [], role="decode", predict=step_s)
+  slo = Slo(ttft_s=0.030, tpot_s=0.012)
+
+  def ask(rejects, num_tokens=30):
+    """On arrival, and when it has been prefilled."""
+    request = with_ids(0, range(num_tokens), slo=slo)
+    router = Conductor(rejects=rejects)
+    routing = Routing(seq=Sequence(request), now_s=0.0, entry=[prefill], decode=[decode])
+    return router(routing), router.at_hand_off(routing)
+
+  assert ask("after_prefill") == (0, None)
+  assert "TTFT 0.031 s" in ask("after_prefill", 31)[0].reason
+  run_one(decode, 50), run_one(decode, 51)
+  on_arrival, prefilled = ask("after_prefill")
+  assert on_arrival == 0 and "TPOT 0.013 s is over 0.012 s" in prefilled.reason
+  on_arrival, prefilled = ask("early")
+  assert isinstance(on_arrival, Rejected) and prefilled is None, "asked once is enough"
+  assert ask("never") == (0, None)
 
 
 def run_one(scheduler, request_id, num_tokens=4, max_tokens=40):
@@ -246,7 +280,7 @@ def test_who_plans_by_time_says_so_where_nobody_knows_it():
 @pytest.mark.parametrize(
   ("options", "message"),
   [
-    ({"rejects": "late"}, "rejects='late' must be one of never, early, predicted"),
+    ({"rejects": "late"}, "rejects='late' must be one of never, after_prefill, early"),
     ({"ttft_s": 0.0}, "ttft_s=0.0 must be positive"),
     ({"local_prefill_tokens": -1}, "local_prefill_tokens=-1"),
   ],

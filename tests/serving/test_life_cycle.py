@@ -690,6 +690,11 @@ SCENARIOS = {
     strategy="1xprefill,2xdecode", num_pages=14, hand_off=HandOff(reservation="prompt")
   ),
   "overload": dict(strategy="disaggregated", router=Conductor(rejects="predicted", ttft_s=0.05)),
+  "overload, seen late": dict(
+    strategy=STREAMED,
+    budget=8,
+    router=Conductor(rejects="after_prefill", ttft_s=0.5, tpot_s=8.05e-3),
+  ),
   **{
     policy: dict(strategy=policy, num_pages=24)
     for policy, spec in POLICIES.items()

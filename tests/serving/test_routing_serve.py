@@ -73,6 +73,23 @@ def test_who_is_rejected_is_told_at_once_and_costs_nothing(rejects):
   assert {r.request_id: tokens[r.request_id] for r in served} == expected(served)
 
 
+def test_who_is_rejected_after_prefill_was_prefilled_in_vain_and_leaves_nothing_behind():
+  requests = make_requests(80, seed=7, rate_rps=400, prompt=(20, 60), output=(5, 20))
+  router = Conductor(rejects="after_prefill", ttft_s=9.0, tpot_s=8.07e-3)
+  cluster = Cluster(pools(("prefill", "decode")), router)
+  log = run(cluster, requests)
+  failed = {event.request_id for event in log if isinstance(event, Failed)}
+  assert 10 < len(failed) < 75
+  tokens = tokens_of(log)
+  assert {len(tokens[i]) for i in failed} == {1}, "the token of its prefill is out already"
+  served = [r for r in requests if r.request_id not in failed]
+  assert {r.request_id: tokens[r.request_id] for r in served} == expected(served)
+  cluster.check()
+  for pool in cluster.pools:
+    assert not pool.scheduler.running and not pool.scheduler.leaving
+    assert not pool.scheduler.pages.held_rows, "pages of a rejected request are free again"
+
+
 def test_rejection_keeps_the_promise_to_those_who_are_let_in():
   """Under twice the load that can be served, without rejection nearly everyone waits too long."""
 
@@ -103,6 +120,15 @@ def conversation(num_turns, *, seed, common=40):
     )
     for r in made
   ]
+
+
+def test_those_who_come_at_once_and_fetch_are_spread_though_none_of_them_is_queued_yet():
+  first, *others = conversation(13, seed=13)
+  burst = [dataclasses.replace(r, arrival_s=5.0) for r in others]
+  log = run(Cluster(pools(("mixed",) * 4), Conductor(balancing_threshold=1.0)), [first, *burst])
+  assert any(isinstance(event, Fetched) for event in log)
+  used = [event.pool for event in log if isinstance(event, Arrived) and event.request_id]
+  assert max(map(used.count, used)) <= 5, "a fair share is 3"
 
 
 @pytest.mark.parametrize("roles", [("mixed",) * 2, ("prefill", "prefill", "decode")])
