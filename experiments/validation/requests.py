@@ -7,6 +7,7 @@ import gzip
 import math
 import os
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from pdjax.core.request import Request, SamplingParams
 from pdjax.workloads import make_requests
 from pdjax.workloads.traces import read_trace
 
+GAPS = "itl_s"  # may stand for tpot_s: the gaps of a request, separated by spaces or semicolons
 COLUMNS = {
   "arrival_s": "seconds since any moment of the run; rows in this order",
   "prompt_tokens": "at least 1",
@@ -28,13 +30,16 @@ _LONG_GAP_S = 60.0  # on average: some traffic is so thin, so it is only asked a
 
 
 class Measured(NamedTuple):
-  """One request as a real system served it. `tpot_s` is None for one output token."""
+  """One request as a real system served it. `tpot_s` is None for one output token, `itl_s` where
+  only the mean of its gaps is known.
+  """
 
   arrival_s: float
   prompt_tokens: int
   output_tokens: int
   ttft_s: float
   tpot_s: float | None
+  itl_s: tuple[float, ...] | None = None
 
   @property
   def e2e_s(self) -> float:
@@ -43,6 +48,8 @@ class Measured(NamedTuple):
 
 def read_requests(path: str | os.PathLike[str]) -> tuple[Measured, ...]:
   """Reads a CSV file, plain or .gz, with the columns `COLUMNS`, in any order beside others.
+
+  A column `GAPS` stands for `tpot_s`, which follows from it.
 
   Raises:
     ValueError: what is wrong with it, with file, row and column: a column or a value that is
@@ -53,7 +60,12 @@ def read_requests(path: str | os.PathLike[str]) -> tuple[Measured, ...]:
   if data.startswith(b"\x1f\x8b"):
     data = gzip.decompress(data)
   reader = csv.DictReader(data.decode("utf-8-sig").splitlines(), skipinitialspace=True)
-  missing = [name for name in COLUMNS if name not in reader.fieldnames]
+  has_gaps = GAPS in reader.fieldnames
+  missing = [
+    name
+    for name in COLUMNS
+    if name not in reader.fieldnames and not (has_gaps and name == "tpot_s")
+  ]
   if missing:
     found = ", ".join(reader.fieldnames)[:100]
     raise ValueError(f"{path}:1: no column {', '.join(missing)} (found: {found})")
@@ -63,13 +75,23 @@ def read_requests(path: str | os.PathLike[str]) -> tuple[Measured, ...]:
     ttft_s = _seconds(where, record, "ttft_s")
     if ttft_s < 0:
       raise ValueError(f"{where}: ttft_s={ttft_s}: its first token came before its arrival")
-    tpot_s = None
+    tpot_s = itl_s = None
+    if has_gaps:
+      itl_s = _gaps(where, record)
+      if itl_s and len(itl_s) >= row.output_tokens:
+        raise ValueError(
+          f"{where}: {GAPS} has {len(itl_s)} gaps, but {row.output_tokens} output tokens have "
+          f"{row.output_tokens - 1} at most"
+        )
     if row.output_tokens > 1:
-      tpot_s = _seconds(where, record, "tpot_s")
+      if has_gaps:
+        tpot_s = sum(itl_s) / (row.output_tokens - 1)
+      else:
+        tpot_s = _seconds(where, record, "tpot_s")
       if tpot_s < 0:
         raise ValueError(f"{where}: tpot_s={tpot_s}: its last token came before its first")
-    rows.append(Measured(row.arrival_s, *row.lengths, ttft_s, tpot_s))
-  _check_units(path, rows, [row.line for row in trace.rows])
+    rows.append(Measured(row.arrival_s, *row.lengths, ttft_s, tpot_s, itl_s))
+  check_units(path, rows, [row.line for row in trace.rows])
   return tuple(rows)
 
 
@@ -86,7 +108,18 @@ def _seconds(where: str, record: Mapping[str, str | None], name: str) -> float:
   return value
 
 
-def _check_units(
+def _gaps(where: str, record: Mapping[str, str | None]) -> tuple[float, ...]:
+  gaps_s = []
+  for text in re.split(r"[\s;]+", (record[GAPS] or "").strip()):
+    if text:
+      gap_s = _seconds(where, {GAPS: text}, GAPS)
+      if gap_s < 0:
+        raise ValueError(f"{where}: {GAPS}={text}: a token came before the one before it")
+      gaps_s.append(gap_s)
+  return tuple(gaps_s)
+
+
+def check_units(
   path: str | os.PathLike[str], rows: Sequence[Measured], lines: Sequence[int]
 ) -> None:
   """Raises ValueError for columns that can only be milliseconds."""

@@ -68,7 +68,7 @@ def interference_line(runs: Mapping[str, StrategyRun]) -> str:
     else:
       parts.append(f"{name}: no running request met a long prompt")
       continue
-    parts.append(f"{name} {_time(found.gap_s)} ({where})")
+    parts.append(f"{name} {time_text(found.gap_s)} ({where})")
   return "Longest gap of a running request during a long prefill: " + "; ".join(parts) + "."
 
 
@@ -104,11 +104,11 @@ def _where_time_went(run: StrategyRun) -> str:
   if mean is None:
     return "nothing finished."
   parts = [
-    f"{label} {_time(value_s)} ({_share(value_s / mean.total_s)})"
+    f"{label} {time_text(value_s)} ({_share(value_s / mean.total_s)})"
     for name, label in _PHASES.items()
     if (value_s := getattr(mean, name)) > 0
   ]
-  return f"on average {_time(mean.total_s)} end to end = {' + '.join(parts)}."
+  return f"on average {time_text(mean.total_s)} end to end = {' + '.join(parts)}."
 
 
 # The symptom --------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def _symptom(run: StrategyRun, slo: Slo, decode_step_s: float) -> str:
   slow = [r for r in answered if not meets_tpot(r, slo)]
   many = FEW_MISSES * len(answered)
   gap_s = run.summary["itl_s"]["max"] or 0.0
-  gap = f"the longest gap, {_time(gap_s)}, is {gap_s / decode_step_s:.0f} decode steps"
+  gap = f"the longest gap, {time_text(gap_s)}, is {gap_s / decode_step_s:.0f} decode steps"
   if len(late) > many and len(slow) > many:
     said.append(
       f"TTFT and TPOT high ({_of(late, answered)} and {_of(slow, answered)} miss them): "
@@ -195,7 +195,7 @@ class _Score:
 
   @property
   def met(self) -> str:
-    return _percent(self.num_met, self.n)
+    return percent_text(self.num_met, self.n)
 
 
 def _score(run: StrategyRun, slo: Slo) -> _Score:
@@ -245,11 +245,11 @@ def _choice(runs: Mapping[str, StrategyRun], slo: Slo, num_requests: int) -> str
     level = ", ".join(f"{s.name} ({s.met})" for s in tied[1:])
     text += f", level with {level} to within one request. "
     name, value = ("ITL p99", "itl_p99_s") if best.itl_p99_s else ("median TTFT", "ttft_p50_s")
-    tails = ", ".join(f"{_time(getattr(s, value))} for {s.name}" for s in tied[1:])
+    tails = ", ".join(f"{time_text(getattr(s, value))} for {s.name}" for s in tied[1:])
     if _tail(tied[1]) == _tail(best):
-      text += f"Nothing tells them apart: the {name} is {_time(getattr(best, value))} for both"
+      text += f"Nothing tells them apart: the {name} is {time_text(getattr(best, value))} for both"
     else:
-      text += f"Its {name} is {_time(getattr(best, value))} against {tails}"
+      text += f"Its {name} is {time_text(getattr(best, value))} against {tails}"
   else:
     second = behind[0]
     text += f", {best.num_met - second.num_met} more than under {second.name}"
@@ -260,8 +260,8 @@ def _choice(runs: Mapping[str, StrategyRun], slo: Slo, num_requests: int) -> str
   tail_s = best.itl_p99_s or 0.0
   if tail_s > slo.tpot_s and _tail(smoothest)[0] < tail_s / 2:
     text += (
-      f" But its ITL p99 is {_time(best.itl_p99_s)} against {_time(smoothest.itl_p99_s)} under "
-      f"{smoothest.name}: a mean over tokens hides such stalls."
+      f" But its ITL p99 is {time_text(best.itl_p99_s)} against {time_text(smoothest.itl_p99_s)} "
+      f"under {smoothest.name}: a mean over tokens hides such stalls."
     )
   return text
 
@@ -275,7 +275,7 @@ def _tail(score: _Score) -> tuple[float, float]:
 def _misses(score: _Score) -> str:
   """What a strategy misses, as the end of a sentence."""
   parts = [
-    f"{what} on {_percent(count, score.n)}"
+    f"{what} on {percent_text(count, score.n)}"
     for what, count in (("TTFT", score.num_late), ("TPOT", score.num_slow))
     if count
   ]
@@ -299,10 +299,10 @@ def _limits(runs: Mapping[str, StrategyRun]) -> list[str]:
 
 
 def _of(some: list[RequestRecord], every: list[RequestRecord]) -> str:
-  return _percent(len(some), len(every))
+  return percent_text(len(some), len(every))
 
 
-def _percent(count: int, n: int) -> str:
+def percent_text(count: int, n: int) -> str:
   """`77%`; but never 100% or 0% where that is not exact."""
   if not n:
     return "0%"
@@ -314,7 +314,7 @@ def _share(share: float) -> str:
   return f"{share:.0%}" if share >= 0.005 else "<1%"
 
 
-def _time(value_s: float) -> str:
+def time_text(value_s: float) -> str:
   if value_s >= 1:
     return f"{value_s:.2f} s"
   return f"{value_s * 1e3:.0f} ms" if value_s >= 0.01 else f"{value_s * 1e3:.2g} ms"
