@@ -81,6 +81,7 @@ def time_steps(
   plans: Sequence[StepPlan],
   *,
   steps_in_flight: int = 2,
+  passes: int = PASSES,
   least_s: float = 0.15,
   seed: int = 0,
   show: Callable[[str], None] = lambda line: None,
@@ -90,7 +91,7 @@ def time_steps(
   The seconds are from the end of one to the end of the next: what a plan costs a busy device.
   """
   times: list[list[float]] = [[] for _ in plans]
-  order = [(number, i) for number in range(PASSES) for i in range(len(plans))]
+  order = [(number, i) for number in range(passes) for i in range(len(plans))]
   random.Random(seed).shuffle(order)
   order.sort(key=lambda item: item[0])
   for done, (_, i) in enumerate(order, 1):

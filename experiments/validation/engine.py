@@ -8,27 +8,30 @@ import os
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from configs.engine_validation import get_config
-from configs.latency import roofline
-from experiments.profiling import Point, fit_points, padding_of, steps_to_time, time_steps
+from experiments.profiling import Point, padding_of, time_steps
 from experiments.program import Progress
 from experiments.serving import Experiment, check, serve_strategy, set_up
 from experiments.validation.page import Reached, Section
 from experiments.validation.replay import markdown_table, simulate
-from pdjax.config import ExperimentConfig, PoolSpec
+from experiments.worlds import pools_of
+from pdjax.config import ExperimentConfig
 from pdjax.core.events import Copied, EventLog
+from pdjax.core.plan import StepPlan
 from pdjax.core.request import Request
 from pdjax.deployment import largest_budgets
 from pdjax.metrics.goodput import attainment
 from pdjax.metrics.latency import request_records, tpots_s, ttfts_s
-from pdjax.sim.hardware import Device, Link
+from pdjax.scheduling.pages import PageConfig
+from pdjax.scheduling.probe import probe_plan
+from pdjax.sim.hardware import Link
 from pdjax.sim.latency_model import LatencyModel
-from pdjax.sim.padded import Padded, Padding
+from pdjax.sim.padded import PaddedSteps, Padding
 from pdjax.sources import SourceError
 
 LOADS = (0.4, 0.6, 0.8, 1.0)  # of the capacity that the steps of the first calibration promise
@@ -56,16 +59,10 @@ class Measured(NamedTuple):
 
 
 class Calibration(NamedTuple):
-  """What is known of the engine by its steps and copies; of prefill pools apart.
+  """What is known of the engine by its steps and copies."""
 
-  These have one step in flight: what the device waits for the host is part of their steps.
-  """
-
-  latency: Mapping[str, LatencyModel]  # by role
+  latency: LatencyModel
   link: Link
-
-  def of(self, spec: PoolSpec) -> LatencyModel:
-    return self.latency["prefill" if spec.role == "prefill" else "mixed"]
 
 
 class Run(NamedTuple):
@@ -99,28 +96,31 @@ def saved(path: pathlib.Path, data_dir: pathlib.Path, show: Callable[[str], None
 
 
 def measure(config: ExperimentConfig, show: Callable[[str], None]) -> tuple[list[Run], str]:
-  """Serves every strategy at every rate, a calibration before each repeat.
+  """Serves every strategy at every rate, in each repeat, with a pass of timings before each rate.
 
-  The same requests at every rate: only the gaps between them differ.
+  What the passes of a repeat found is what the simulator knows of it. The same requests at every
+  rate: only the gaps between them differ.
   """
   checked = check(config, pathlib.Path())
   try:
     experiment = set_up(checked, _Shown(show))
+    padding = _padding(experiment)
     load_before = os.getloadavg()[0]
     runs = []
     for repeat in range(REPEATS):
-      calibration = calibrate(experiment, show)
+      passes, served = [], []
       for load in LOADS:
+        passes.append(time_pools(experiment, padding, show))
+        at_rate = with_rate(experiment, load * experiment.capacity_rps)
         for strategy in config.strategy_names:
           show(f"{strategy} at {load} of capacity, repeat {repeat + 1} of {REPEATS}")
-          at_rate = _at_load(experiment, load)
           log = EventLog()
           serve_strategy(at_rate, strategy, log, _Shown(lambda line: None))
-          measured = Measured.of(log, experiment.slo)
-          simulated = Measured.of(
-            _simulated(experiment, strategy, at_rate.requests, calibration), experiment.slo
-          )
-          runs.append(Run(strategy, load, repeat, measured, simulated))
+          served.append((strategy, load, at_rate.requests, Measured.of(log, experiment.slo)))
+      calibration = calibration_of(experiment, padding, passes)
+      for strategy, load, requests, measured in served:
+        log = _simulated(experiment, strategy, requests, calibration)
+        runs.append(Run(strategy, load, repeat, measured, Measured.of(log, experiment.slo)))
   finally:
     checked.world.close()
   label = (
@@ -147,52 +147,83 @@ class _Shown(Progress):
     self._show(text)
 
 
-def _at_load(experiment: Experiment, load: float) -> Experiment:
-  factor = experiment.rate_rps / (load * experiment.capacity_rps)
+def with_rate(experiment: Experiment, rate_rps: float) -> Experiment:
+  """The same requests at another rate: only the gaps between them differ."""
+  factor = experiment.rate_rps / rate_rps
   requests = [dataclasses.replace(r, arrival_s=r.arrival_s * factor) for r in experiment.requests]
   return dataclasses.replace(experiment, requests=tuple(requests))
 
 
-def calibrate(experiment: Experiment, show: Callable[[str], None]) -> Calibration:
-  """Times steps on all pools at once, as they will run, and copies between two of them."""
+class Timed(NamedTuple):
+  """One pass over the steps and the copies that are timed."""
+
+  points: Sequence[Point]  # in the order of `steps_of_each_size`
+  copies: Sequence[Copied]
+
+
+def time_pools(experiment: Experiment, padding: Padding, show: Callable[[str], None]) -> Timed:
+  """Times steps of every size on all pools at once, as they will run, then copies between two."""
+  world = experiment.world
+  groups = dict.fromkeys(spec.group for spec in pools_of(experiment.config))
+  executors = [world.executor(group) for group in groups]
+  plans = steps_of_each_size(world.pages, padding)
+  points = time_steps(executors, plans, passes=1, show=show)
+  return Timed(points, _time_copies(experiment))
+
+
+def calibration_of(
+  experiment: Experiment, padding: Padding, passes: Sequence[Timed]
+) -> Calibration:
+  """From the median time of each step, and from all copies."""
+  timings = [
+    (same[0].counts, statistics.median(point.seconds for point in same))
+    for same in zip(*(timed.points for timed in passes), strict=True)
+  ]
+  copies = [copy for timed in passes for copy in timed.copies]
+  slope, latency_s = np.polyfit(
+    [copy.num_tokens for copy in copies], [copy.end_s - copy.start_s for copy in copies], 1
+  )
+  token_bytes = experiment.world.model.kv_bytes_per_token(2)  # as `simulate` counts them
+  link = Link(
+    name="measured", latency_s=max(0.0, latency_s), bytes_per_s=token_bytes / max(slope, 1e-12)
+  )
+  return Calibration(PaddedSteps.of(padding, timings), link)
+
+
+def _padding(experiment: Experiment) -> Padding:
   from pdjax.engine.build import default_buckets
 
-  config, world = experiment.config, experiment.world
-  specs = [spec for name in config.strategy_names for spec in config.pools_of(name)]
-  executors = [world.executor(group) for group in dict.fromkeys(spec.group for spec in specs)]
-  pages = world.pages
-  whole, chunk = largest_budgets(specs, config.scheduler, pages)
-  padding = padding_of(default_buckets(pages, whole_budget=whole, chunk_budget=chunk))
-  sizes = dict(prefill_tokens=whole, mixed_tokens=chunk)
-  plans = steps_to_time(pages, **sizes, kinds=("prefill", "decode", "mixed"))
-  show("calibration: steps that follow one another")
-  points = time_steps(executors, plans, show=show)
-  show("calibration: whole prompts, one step at a time")
-  whole = [p for p in plans if p.kind == "prefill" and [s.start for s in p.prefills] == [0]]
-  alone = time_steps(executors, whole, steps_in_flight=1)
-  # What the peaks are is of no matter here: the fit has shares of them.
-  device = Device(
-    name="cpu", peak_flops_per_s=2e11, peak_bytes_per_s=1e11, memory_bytes=1e10, bytes_per_value=4
-  )
-  latency = {
-    role: _latency(experiment, own, device, padding)
-    for role, own in (("mixed", points), ("prefill", alone))
-  }
-  show("calibration: copies")
-  return Calibration(latency, _link(experiment))
+  config, pages = experiment.config, experiment.world.pages
+  whole, chunk = largest_budgets(pools_of(config), config.scheduler, pages)
+  return padding_of(default_buckets(pages, whole_budget=whole, chunk_budget=chunk))
 
 
-def _latency(
-  experiment: Experiment, points: Sequence[Point], device: Device, padding: Padding
-) -> Padded:
-  model = experiment.world.model
-  fitted = fit_points(points, model, device, padding)
-  own = dataclasses.replace(device, fit=fitted.fit)
-  return Padded(latency=roofline(model, own, 1, 1, None), padding=padding)
+def steps_of_each_size(pages: PageConfig, padding: Padding) -> list[StepPlan]:
+  """Some steps of every size that an engine pads to: few and many prompts, short and long contexts.
+
+  Longer ones take longer, and so does the attention of many short prompts than that of a long one.
+  """
+  most = pages.capacity_tokens
+  half = most // 2
+  plans = []
+  for size in padding.prefill:
+    for prompts in (1, 2, 4):
+      plans.append(probe_plan(pages, prefills=(size // prompts,) * prompts))
+    plans.append(probe_plan(pages, prefills=(size,), start=min(half, most - size)))
+  for rows in padding.rows:
+    plans += [probe_plan(pages, decodes=rows, context=context) for context in (1, half, most)]
+  for size in padding.mixed:
+    several = min(pages.num_rows - 4, size // 4)
+    for prompts, start, rows in ((1, 0, 1), (1, half, 1), (4, 0, 1), (1, 0, several)):
+      chunk = (size - rows) // prompts
+      plans.append(
+        probe_plan(pages, prefills=(chunk,) * prompts, start=start, decodes=rows, context=half)
+      )
+  return plans
 
 
-def _link(experiment: Experiment) -> Link:
-  """The way between two pools, from copies of prompts of some lengths, one at a time."""
+def _time_copies(experiment: Experiment) -> list[Copied]:
+  """Copies of prompts of some lengths between two pools, one at a time."""
   prompts = experiment.requests
   longest = max(prompts, key=lambda request: request.num_prompt_tokens).prompt_ids
   requests = []
@@ -215,14 +246,7 @@ def _link(experiment: Experiment) -> Link:
     log,
     _Shown(lambda line: None),
   )
-  copies = [event for event in log if isinstance(event, Copied)]
-  slope, latency_s = np.polyfit(
-    [copy.num_tokens for copy in copies], [copy.end_s - copy.start_s for copy in copies], 1
-  )
-  token_bytes = experiment.world.model.kv_bytes_per_token(2)  # as `simulate` counts them
-  return Link(
-    name="measured", latency_s=max(0.0, latency_s), bytes_per_s=token_bytes / max(slope, 1e-12)
-  )
+  return [event for event in log if isinstance(event, Copied)]
 
 
 def _simulated(
@@ -234,7 +258,7 @@ def _simulated(
     config.pools_of(strategy),
     config.scheduler,
     experiment.world.model,
-    calibration.of,
+    lambda spec: calibration.latency,
     lambda spec: experiment.world.pages,
     calibration.link,
   )
@@ -324,9 +348,9 @@ def section(title: str, runs: Sequence[Run], label: str) -> Section:
     )
   text = f"""{label}.
 
-Before each of {num_repeats} repeats the steps of the pools are timed while all are busy, and copies
-of a few prompts; the simulator knows these and the sizes that steps are padded to, nothing of the
-runs. Then every strategy serves the same requests at every rate. Medians of the repeats; the
+In each of {num_repeats} repeats, before every rate, a few steps of every size that the engine pads
+to are timed while all pools are busy, and copies of a few prompts; the simulator knows the medians
+of these, nothing of the runs. Every strategy serves the same requests. Medians of the repeats; the
 spread is that of the engine's. This machine is shared, and its speed swings. What is served
 (`configs/engine_validation.py`) was chosen in knowledge of earlier runs: the process that schedules
 runs on the same cores, which the simulator leaves out, and takes a third of the tiny model's steps

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import nnls
 
 from pdjax.core.costs import StepCounts
 from pdjax.sim.latency_model import LatencyModel, StepTerms
@@ -24,9 +29,7 @@ class Padding:
 
     Rows of decodes that are added are sampled too.
     """
-    sizes = self.rows
-    if counts.num_prefill_tokens:
-      sizes = self.mixed if counts.num_decodes else self.prefill
+    sizes = {"prefill": self.prefill, "mixed": self.mixed, "decode": self.rows}[_kind(counts)]
     num_tokens = counts.num_tokens
     num_more = next((size for size in sizes if size >= num_tokens), num_tokens) - num_tokens
     if counts.num_prefill_tokens:
@@ -36,22 +39,63 @@ class Padding:
     )
 
 
+class SizeTimes(NamedTuple):
+  """Seconds of the steps of one size: of each, and for each of what they have."""
+
+  step_s: float
+  prefill_s: float  # a slice of a prompt
+  prefill_pair_s: float  # a query of a prompt and a key
+  decode_key_s: float
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Padded(LatencyModel):
-  """The times of `latency` for what an engine makes of each step."""
+class PaddedSteps(LatencyModel):
+  """Step times of an engine that pads, from whole steps that it took, by their kind and size.
 
-  latency: LatencyModel
+  Raises:
+    KeyError: a step of a size that was not timed.
+  """
+
   padding: Padding
+  times: Mapping[tuple[str, int], SizeTimes]
 
-  @property
-  def caveats(self) -> tuple[str, ...]:
-    return self.latency.caveats
-
-  def beyond(self, counts: StepCounts) -> tuple[str, ...]:
-    return self.latency.beyond(self.padding(counts))
+  @classmethod
+  def of(cls, padding: Padding, timings: Iterable[tuple[StepCounts, float]]) -> PaddedSteps:
+    """Least squares of the relative errors in each size; nothing takes less than no time."""
+    by_size: dict[tuple[str, int], list[tuple[StepCounts, float]]] = {}
+    for counts, seconds in timings:
+      by_size.setdefault(_size(padding(counts)), []).append((counts, seconds))
+    times = {}
+    for size, own in by_size.items():
+      rows = np.array([(1, *_parts(counts)) for counts, _ in own], float)
+      seconds = np.array([seconds for _, seconds in own])
+      found, _ = nnls(rows / seconds[:, None], np.ones(len(own)))
+      times[size] = SizeTimes(*found.tolist())
+    return cls(padding=padding, times=times)
 
   def terms_of(self, counts: StepCounts) -> StepTerms:
-    return self.latency.terms_of(self.padding(counts))
+    times = self.times[_size(self.padding(counts))]
+    prefills, pairs, keys = _parts(counts)
+    return StepTerms(
+      linear_s=times.step_s,
+      attention_prefill_s=prefills * times.prefill_s + pairs * times.prefill_pair_s,
+      attention_decode_s=keys * times.decode_key_s,
+    )
 
   def hand_over_s(self, num_tokens: int) -> float:
-    return self.latency.hand_over_s(num_tokens)
+    raise ValueError("no step was timed that goes through the stages of a pipeline")
+
+
+def _kind(counts: StepCounts) -> str:
+  if not counts.num_prefill_tokens:
+    return "decode"
+  return "mixed" if counts.num_decodes else "prefill"
+
+
+def _size(padded: StepCounts) -> tuple[str, int]:
+  return _kind(padded), padded.num_tokens
+
+
+def _parts(counts: StepCounts) -> tuple[int, int, int]:
+  """What a step may take longer for than another of its size; the fields of `SizeTimes`."""
+  return counts.num_prefills, counts.num_prefill_pairs, counts.num_decode_keys

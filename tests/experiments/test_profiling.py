@@ -23,7 +23,7 @@ from experiments.profiling import (
 from experiments.program import ROOT
 from pdjax.core.costs import count_plan
 from pdjax.scheduling.pages import PageConfig
-from pdjax.sim.padded import Padded, Padding
+from pdjax.sim.padded import Padding
 from pdjax.sim.roofline import Roofline
 
 PAGES = PageConfig(num_rows=16, page_size=16, pages_per_row=64, num_pages=1024, contiguous=True)
@@ -51,12 +51,13 @@ def test_some_45_steps_cover_every_kind_and_end_of_the_range():
 
 @pytest.mark.quick
 def test_the_fit_of_these_steps_predicts_steps_that_were_not_timed():
-  truth = Padded(latency=Roofline(model=MODEL, device=DEVICE), padding=PADDING)
+  truth = Roofline(model=MODEL, device=DEVICE)
   rng = np.random.default_rng(0)
 
   def measured(plan, noise):
-    seconds = truth.step_s(plan) * np.exp(noise * rng.standard_normal())
-    return Point(plan.kind, count_plan(plan), seconds)
+    counts = count_plan(plan)
+    step_s = truth.terms_of(PADDING(counts)).total_s
+    return Point(plan.kind, counts, step_s * np.exp(noise * rng.standard_normal()))
 
   points = [measured(plan, 0.03) for plan in plans()]
   fitted = fit_points(points, MODEL, DEVICE, PADDING)

@@ -9,22 +9,28 @@ import math
 import pathlib
 import subprocess
 import sys
+import types
 
+import numpy as np
 import pytest
 
 from configs.hardware import HARDWARE, LINKS
 from configs.latency import LATENCY
 from configs.models import MODELS
 from experiments import validate
+from experiments.profiling import Point
 from experiments.validation import distserve, distserve_parts, engine, vllm
 from experiments.validation.page import Reached, Section, page
 from experiments.validation.replay import METRICS, Replay, error_percent, simulate
 from experiments.validation.requests import COLUMNS, Measured, doubt, read_requests, to_requests
 from pdjax.config import SchedulerOptions, parse_pools
+from pdjax.core.costs import count_plan
+from pdjax.core.events import Copied
 from pdjax.core.plain import to_plain
 from pdjax.metrics.latency import request_records
 from pdjax.scheduling.pages import PageConfig
 from pdjax.sim.linear import DistServeFit, DistServeForm
+from pdjax.sim.padded import Padding
 from pdjax.sim.roofline import Roofline, num_pages
 
 pytestmark = pytest.mark.quick
@@ -229,6 +235,7 @@ def published(*parts):
   return folder
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
   "run", ["vllm-100-1", "vllm-400-4", "distserve-c21d11-300-3", "distserve-c21d11-300-12"]
 )
@@ -248,6 +255,7 @@ def test_simdistserves_assumptions_give_its_attainment(run):
     assert p50 * 1e3 == pytest.approx(peers[run][f"{metric}_p50_p90_sim"][0], abs=2e-3)
 
 
+@pytest.mark.once
 def test_the_memory_of_decodes_is_what_makes_the_tail_of_ttft():
   folder = published("distserve")
   rows = distserve.read_runs(folder)["distserve-c21d11-1050-10.5"]
@@ -315,6 +323,43 @@ def test_runs_of_the_engine_that_were_kept_make_the_same_section(tmp_path):
   assert engine.saved(tmp_path / "none.json", tmp_path, lambda text: None).missing
 
 
+def test_steps_of_every_size_of_an_engine_tell_apart_what_their_times_depend_on():
+  pages = PageConfig(num_rows=16, page_size=16, pages_per_row=30, num_pages=480, contiguous=True)
+  padding = Padding(prefill=(64, 128, 480), mixed=(32, 64), rows=(1, 4, 16))
+  by_size = {}
+  for plan in engine.steps_of_each_size(pages, padding):
+    counts = count_plan(plan)
+    parts = (1, counts.num_prefills, counts.num_prefill_pairs, counts.num_decode_keys)
+    by_size.setdefault((plan.kind, padding(counts).num_tokens), []).append(parts)
+  sizes = {"prefill": padding.prefill, "mixed": padding.mixed, "decode": padding.rows}
+  assert by_size.keys() == {(kind, size) for kind, own in sizes.items() for size in own}
+  for (kind, size), rows in by_size.items():
+    needed = {"prefill": 3, "mixed": 4, "decode": 2}[kind]
+    assert np.linalg.matrix_rank(np.array(rows, float)) == needed, (kind, size)
+
+
+def test_a_disturbed_pass_over_the_steps_of_an_engine_changes_nothing():
+  pages = PageConfig(num_rows=16, page_size=16, pages_per_row=30, num_pages=480, contiguous=True)
+  padding = Padding(prefill=(64, 480), mixed=(64,), rows=(1, 16))
+  plans = engine.steps_of_each_size(pages, padding)
+  experiment = types.SimpleNamespace(world=types.SimpleNamespace(model=MODELS["tiny"]))
+
+  def timed(slower):
+    points = [Point(plan.kind, count_plan(plan), slower * plan.num_tokens) for plan in plans]
+    copies = [
+      Copied(
+        request_id=0, source="a", target="b", start_s=0.0, end_s=n / 100, num_tokens=n, num_bytes=n
+      )
+      for n in (100, 200)
+    ]
+    return engine.Timed(points, copies)
+
+  one = engine.calibration_of(experiment, padding, [timed(1.0)])
+  three = engine.calibration_of(experiment, padding, [timed(1.0), timed(3.0), timed(0.9)])
+  assert three.latency == one.latency
+  assert one.link.copy_s(100 * MODELS["tiny"].kv_bytes_per_token(2)) == pytest.approx(1.0)
+
+
 def test_a_part_that_lacks_a_file_ends_no_other_and_data_are_kept(tmp_path):
   def lacks(data_dir, show):
     return (data_dir / "absent.csv").read_text()
@@ -347,6 +392,7 @@ def test_the_page_has_every_figure_and_every_part():
   assert text.endswith("## Two\n\nNot run: there is no file.\n")
 
 
+@pytest.mark.once
 def test_a_replay_is_written_whole_and_takes_steps_by_name(tmp_path):
   pytest.importorskip("matplotlib")
   rows = [(*row, 0.1, "" if row[2] == 1 else 0.02) for row in ROWS]

@@ -5,17 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from configs.hardware import HARDWARE
-from configs.models import MODELS
 from pdjax.core.costs import StepCounts, count_slices, later
-from pdjax.sim.padded import Padded, Padding
-from pdjax.sim.roofline import Roofline
+from pdjax.sim.padded import PaddedSteps, Padding
 
 pytestmark = pytest.mark.quick
 
 PADDING = Padding(prefill=(64, 128), mixed=(48, 96), rows=(1, 4, 8))
-LATENCY = Roofline(model=MODELS["llama3-8b"], device=HARDWARE["a100"])
-PADDED = Padded(latency=LATENCY, padding=PADDING)
 
 
 def prompt(num_tokens: int) -> StepCounts:
@@ -43,15 +38,59 @@ def test_a_step_grows_to_the_next_size_of_its_kind_and_attends_to_no_more(counts
   assert bool(padded.num_decodes) == bool(counts.num_decodes)
 
 
-def test_steps_of_one_size_take_the_same_but_for_their_context():
-  assert PADDED.terms_of(decodes(2)).linear_s == PADDED.terms_of(decodes(4)).linear_s
-  assert PADDED.terms_of(decodes(3, 500)).total_s > PADDED.terms_of(decodes(3, 400)).total_s
-  assert Padded(latency=LATENCY, padding=Padding()).terms_of(decodes(3)) == LATENCY.terms_of(
-    decodes(3)
+def prompts(*num_tokens: int) -> StepCounts:
+  return count_slices(
+    prefill_starts=(0,) * len(num_tokens), prefill_tokens=num_tokens, num_emitted=len(num_tokens)
   )
 
 
-def test_many_steps_at_once_are_those_one_at_a_time():
+STEPS = [
+  *(prompts(*each) for each in ((64,), (30, 30), (16, 16, 16), (128,), (64, 60), (40, 40, 40))),
+  *(decodes(rows, context) for rows in (1, 4, 8) for context in (10, 300, 900)),
+  *(mixed(n, rows) for n, rows in ((20, 2), (44, 2), (40, 8), (60, 2), (80, 3), (80, 8))),
+]
+
+
+def true_s(counts: StepCounts) -> float:
+  """Of an engine whose steps take what their size says, and something for what they attend to."""
+  attention_s = 1e-6 * counts.num_prefill_pairs + 3e-6 * counts.num_decode_keys
+  return 1e-3 * PADDING(counts).num_tokens + 5e-3 * counts.num_prefills + attention_s
+
+
+@pytest.fixture
+def steps() -> PaddedSteps:
+  return PaddedSteps.of(PADDING, [(counts, true_s(counts)) for counts in STEPS])
+
+
+@pytest.mark.parametrize(
+  "counts", [prompt(50), prompts(30, 20, 40), decodes(2, 700), mixed(30, 3), mixed(70, 6)]
+)
+def test_steps_that_were_not_timed_follow_from_those_of_their_size(steps, counts):
+  assert steps.terms_of(counts).total_s == pytest.approx(true_s(counts), rel=1e-6)
+
+
+def test_of_steps_that_differ_in_nothing_the_time_lies_between():
+  steps = PaddedSteps.of(PADDING, [(decodes(1), 1.0), (decodes(1), 1.2), (decodes(8), 7.0)])
+  assert 1.0 < steps.terms_of(decodes(1)).total_s < 1.2
+  assert steps.terms_of(decodes(8)).total_s == pytest.approx(7.0)
+
+
+def test_no_step_is_the_faster_for_more_to_attend_to():
+  rng = np.random.default_rng(0)
+  for _ in range(100):
+    noise = [(counts, 1e-3 * rng.random()) for counts in STEPS]
+    steps = PaddedSteps.of(PADDING, noise)
+    assert steps.terms_of(decodes(8, 900)).total_s >= steps.terms_of(decodes(8, 100)).total_s
+
+
+def test_many_steps_at_once_are_those_one_at_a_time(steps):
   counts = decodes(3, 700)
-  alone = [PADDED.terms_of(later(counts, step)).total_s for step in range(20)]
-  np.testing.assert_allclose(PADDED.decode_steps_s(counts, 20), alone, rtol=1e-12)
+  alone = [steps.terms_of(later(counts, step)).total_s for step in range(20)]
+  np.testing.assert_allclose(steps.decode_steps_s(counts, 20), alone, rtol=1e-12)
+
+
+def test_what_nobody_timed_is_not_guessed(steps):
+  with pytest.raises(KeyError):
+    steps.terms_of(prompt(129))
+  with pytest.raises(ValueError, match="pipeline"):
+    steps.hand_over_s(10)
