@@ -12,6 +12,8 @@ the points of each. Errors on what was fitted, median / 95th percentile, in perc
   device        matrices    elementwise  prefill      decode       all-reduce
   a100          3.9 / 16    6.4 / 13     11 / 32      3.6 / 16     3.4 / 18
   a100-vllm     4.6 / 20    7.1 / 15     3.8 / 35     5.9 / 35     11 / 39
+  a100-pairs    3.9 / 16    6.4 / 13     11 / 32      3.6 / 16     4.9 / 21
+  a40           4.6 / 16    4.4 / 35
   h100          3.6 / 11    6.2 / 18     3.1 / 25     4.9 / 29     3.0 / 16
   h200          3.9 / 12    6.2 / 18     3.5 / 27     4.6 / 21     10 / 26
   l40s          6.5 / 20    18 / 32      8.5 / 65     11 / 152     5.2 / 37
@@ -27,6 +29,12 @@ tokens. What of each source was used:
   a100-vllm     aiconfigurator-core 0.12 (Apache-2.0), vLLM 0.14: Llama-3.1-8B's matrices, attention
                 of 32 heads on 8, vLLM's own all-reduce. Elementwise operators are Vidur's. Matrices
                 above 256 tokens take a fifth less time than Vidur's.
+  a100-pairs    as a100, with all-reduces over 2 and 4 A100s of a host where NVLink joins pairs and
+                PCIe these (Sarathi-Serve's hosts): over four they take ten times as long. Those
+                are PCIe cards, whose memory is 5 % slower than the SXM module's.
+  a40           Vidur: Llama-2-7B's layers. Nobody published attention or all-reduces of an A40 that
+                could be read: attention is the A100's in shares of the peaks, all-reduces are those
+                of a100-pairs, to be had with `tp_link="nvlink"`.
   h100          the same of vLLM 0.24; elementwise from Vidur's H100
   h200          the same of vLLM 0.24; all-reduce by NCCL; elementwise from Vidur's H100
   l40s          the same of vLLM 0.24; all-reduce by NCCL over PCIe; elementwise from the RTX 4090.
@@ -43,8 +51,10 @@ Memory is what CUDA reports of A100, H100, H200 and B200 (see configs/targets.py
 DistServe's published capacities come out within 0.5 %), the data sheet's of others.
 
 Host time is Vidur's of a 2024 Python engine on an A100: scheduling, inputs, sampling and outputs of
-Llama-2-7B at 13 batch sizes, 1.2 ms at 8 to 6.2 ms at 128, a line within 3 %. An engine that hides
-it behind two steps in flight has `dataclasses.replace(fit, host_s=0.0, host_row_s=0.0)`.
+Llama-2-7B at 13 batch sizes, 1.2 ms at 8 to 6.2 ms at 128, a line within 3 %; on the A40's host 1.6
+to 8.0 ms, a line within 23 %. What Ray takes there from two devices on, a worker each, is in no
+entry: 4 to 7 ms a step (the same files). An engine that hides host time behind two steps in flight
+has `dataclasses.replace(fit, host_s=0.0, host_row_s=0.0)`.
 Of other devices nobody published it: it is 0, and a simulation says so.
 
 No end-to-end run took part in any of this.
@@ -60,6 +70,8 @@ from pdjax.sim.hardware import PCIE_4, Device, Fit, Link, parse_link
 FITTED_FROM = {
   "a100": "a100 vidur",
   "a100-vllm": "a100-vllm aiconfigurator",
+  "a100-pairs": "a100-pairs vidur",
+  "a40": "a40 vidur",
   "h100": "h100 aiconfigurator",
   "h200": "h200 aiconfigurator",
   "l40s": "l40s aiconfigurator",
@@ -144,6 +156,63 @@ HARDWARE: dict[str, Device] = {
       all_reduce_growth=0.974,
       host_s=0.83e-3,
       host_row_s=4.2e-5,
+    ),
+  ),
+  "a100-pairs": Device(  # four in a host, NVLink in pairs, PCIe between these
+    name="a100-pairs",
+    peak_flops_per_s=312e12,
+    peak_bytes_per_s=2.039e12,
+    memory_bytes=84.99e9,
+    link=LINKS["nvlink"],
+    fit=Fit(
+      gemm_compute=0.704,
+      gemm_memory=0.822,
+      gemm_launch_s=4.82e-06,
+      gemm_p=1.77,
+      gemm_throttle=0.00369,
+      elementwise_memory=0.751,
+      elementwise_launch_s=2e-06,
+      prefill_compute=0.409,
+      prefill_launch_s=2.89e-05,
+      prefill_p=1.0,
+      prefill_fill_rows=1800.0,
+      decode_memory=0.916,
+      decode_launch_s=1.37e-05,
+      decode_pad_tokens=84.5,
+      all_reduce_share=0.649,
+      all_reduce_launch_s=3.61e-05,
+      all_reduce_hop_s=8.26e-06,
+      all_reduce_growth=8.0,
+      host_s=0.83e-3,
+      host_row_s=4.2e-5,
+    ),
+  ),
+  "a40": Device(
+    name="a40",
+    peak_flops_per_s=149.7e12,
+    peak_bytes_per_s=696e9,
+    memory_bytes=48e9,
+    fit=Fit(
+      gemm_compute=0.768,
+      gemm_memory=0.819,
+      gemm_launch_s=4.04e-06,
+      gemm_p=1.54,
+      gemm_throttle=0.00437,
+      elementwise_memory=1.06,
+      elementwise_launch_s=1.56e-06,
+      prefill_compute=0.409,
+      prefill_launch_s=2.89e-05,
+      prefill_p=1.0,
+      prefill_fill_rows=1800.0,
+      decode_memory=0.916,
+      decode_launch_s=1.37e-05,
+      decode_pad_tokens=84.5,
+      all_reduce_share=0.649,
+      all_reduce_launch_s=3.61e-05,
+      all_reduce_hop_s=8.26e-06,
+      all_reduce_growth=8.0,
+      host_s=1.81e-3,
+      host_row_s=4.9e-5,
     ),
   ),
   "h100": Device(  # SXM

@@ -11,6 +11,12 @@ distserve_vllm      shipped, of its own engine and of vLLM 0.2.3, which pads pro
                     time that simdistserve adds, as in VALIDATION.md;
 distserve_profiled  as they were profiled, before they were scaled to runs (`configs/linear.py`)
 distserve_vllm_profiled
+distserve_vllm_unpadded
+                    as shipped and as its authors use them: they scaled them in a simulator that
+                    leaves padding out
+distserve_synthetic what was never published: OPT-175B, by the shipped coefficients of OPT-66B on as
+distserve_vllm_synthetic
+                    many devices and the sizes of both (`configs/linear.py: scaled_fit`); unpadded
 niyama              Niyama's linear form, Llama-3-8B on an A100
 """
 
@@ -19,7 +25,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from configs.linear import NIYAMA, SIMDISTSERVE, distserve_fit
+from configs.linear import NIYAMA, SIMDISTSERVE, distserve_fit, scaled_fit
+from configs.models import MODELS
 from pdjax.core.model_config import ModelConfig
 from pdjax.sim.hardware import Device, Link
 from pdjax.sim.latency_model import LatencyModel
@@ -94,11 +101,17 @@ def distserve(
   *,
   system: str = "distserve",
   shipped: bool = True,
+  pads_prompts: bool = False,
+  is_synthetic: bool = False,
 ) -> DistServeForm:
-  """DistServe's linear form of OPT-13B and 66B on A100."""
+  """DistServe's linear form of OPT-13B and 66B on A100, or made from the latter's for another."""
   _check_a100(device, "DistServe's coefficients are")
-  fit = distserve_fit(system, model.name, tp, shipped=shipped)
-  return DistServeForm(fit=fit, pp=pp, pads_prompts=system == "vllm", **SIMDISTSERVE)
+  if is_synthetic:
+    like = MODELS["opt-66b"]
+    fit = scaled_fit(distserve_fit(system, like.name, tp), model, like)
+  else:
+    fit = distserve_fit(system, model.name, tp, shipped=shipped)
+  return DistServeForm(fit=fit, pp=pp, pads_prompts=pads_prompts, **SIMDISTSERVE)
 
 
 def niyama(model: ModelConfig, device: Device, tp: int, pp: int, link: Link) -> LatencyModel:
@@ -124,8 +137,13 @@ LATENCY: dict[str, Make] = {
     for name in ("vllm", "trtllm", "sglang")
   },
   "distserve": distserve,
-  "distserve_vllm": functools.partial(distserve, system="vllm"),
+  "distserve_vllm": functools.partial(distserve, system="vllm", pads_prompts=True),
   "distserve_profiled": functools.partial(distserve, shipped=False),
-  "distserve_vllm_profiled": functools.partial(distserve, system="vllm", shipped=False),
+  "distserve_vllm_profiled": functools.partial(
+    distserve, system="vllm", shipped=False, pads_prompts=True
+  ),
+  "distserve_vllm_unpadded": functools.partial(distserve, system="vllm"),
+  "distserve_synthetic": functools.partial(distserve, is_synthetic=True),
+  "distserve_vllm_synthetic": functools.partial(distserve, system="vllm", is_synthetic=True),
   "niyama": niyama,
 }

@@ -6,6 +6,7 @@ errors. What they ship are not the fits themselves: prompts were multiplied by 1
 1.4 (vLLM), decodes of vLLM by 1.2, to match runs that were served (their commit 4c68ed9, "Realign
 the curve"). `distserve_fit` divides that out again where `shipped` is False. Not for OPT-66B on 8
 devices: DistServe's row there was taken over from vLLM's profile, and vLLM's is no multiple of it.
+Those of OPT-175B were withdrawn within hours; `scaled_fit` makes synthetic ones.
 
 Niyama (github microsoft/sarathi-serve, branch niyama_asplos2026, 72339db,
 sarathi/core/scheduler/deadline_scheduler.py): Llama-3-8B; the training script names its data A100.
@@ -13,6 +14,9 @@ sarathi/core/scheduler/deadline_scheduler.py): Llama-3-8B; the training script n
 
 from __future__ import annotations
 
+from operator import mul
+
+from pdjax.core.model_config import ModelConfig
 from pdjax.core.names import pick
 from pdjax.sim.linear import DistServeFit, NiyamaFit, NiyamaForm
 
@@ -125,6 +129,27 @@ def distserve_fit(
     prefill_s=tuple(1e-3 * prefill_factor * x for x in prefill),
     few_decodes_s=tuple(1e-3 * decode_factor * x for x in few),
     many_decodes_s=tuple(1e-3 * decode_factor * x for x in many),
+  )
+
+
+def scaled_fit(fit: DistServeFit, model: ModelConfig, like: ModelConfig) -> DistServeFit:
+  """The coefficients of `model` where only those of `like` are known, on as many devices.
+
+  SYNTHETIC. Devices are taken to multiply and to read as fast for one as for the other. Constants
+  are weights that are read and what a token adds is a product with them, so both grow with the
+  matrices; the squares of lengths and the contexts of decodes grow with the attention of all
+  layers. From OPT-13B to 66B the same devices multiply 1.3 times and read 1.4 to 1.7 times as fast:
+  what is made so for a larger model may well be too slow.
+  """
+  weights = model.num_layers * (model.attention_params + model.mlp_params)
+  weights /= like.num_layers * (like.attention_params + like.mlp_params)
+  attention = model.kv_bytes_per_token() / like.kv_bytes_per_token()
+  by_prefill, by_decode = (weights, weights, attention), (weights, attention, weights)
+  return DistServeFit(
+    prefill_s=tuple(map(mul, fit.prefill_s, by_prefill)),
+    few_decodes_s=tuple(map(mul, fit.few_decodes_s, by_decode)),
+    many_decodes_s=tuple(map(mul, fit.many_decodes_s, by_decode)),
+    many_decodes=fit.many_decodes,
   )
 
 

@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from experiments.figures.serving import STYLE, _matplotlib
+from experiments.figures.serving import KIND_COLOURS, STYLE, _matplotlib
 
 # Okabe and Ito's palette
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255")
@@ -64,8 +64,17 @@ class Bars(NamedTuple):
   is_stacked: bool = False  # the names of a group on one another, in one bar
 
 
+class Lanes(NamedTuple):
+  """What was at work when: `lanes[name]` has (start, end, kind), kinds as in `KIND_COLOURS`."""
+
+  title: str
+  x: str
+  lanes: Mapping[str, Sequence[tuple[float, float, str]]]
+  xlim: tuple[float | None, float | None] = (None, None)
+
+
 def draw(
-  panels: Sequence[Panel | Bars], path: pathlib.Path, title: str, *, columns: int = 3
+  panels: Sequence[Panel | Bars | Lanes], path: pathlib.Path, title: str, *, columns: int = 3
 ) -> None:
   """Writes all panels, in rows of `columns`."""
   mpl = _matplotlib()
@@ -76,7 +85,7 @@ def draw(
     figure = mpl.figure.Figure(figsize=size, layout="constrained")
     every = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes, panel in zip(every, panels):
-      (_bars if isinstance(panel, Bars) else _curves)(axes, panel)
+      {Bars: _bars, Lanes: _lanes}.get(type(panel), _curves)(axes, panel)
     for axes in every[len(panels) :]:
       axes.set_axis_off()
     figure.suptitle(title, x=0.01, ha="left", weight="bold")
@@ -96,9 +105,11 @@ def _curves(axes, panel: Panel) -> None:
     axes.set_xscale("log", base=2 if all(_is_power_of_2(x) for s in panel.series
                                          for x, _ in s.points) else 10)  # fmt: skip
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    axes.xaxis.set_minor_formatter(lambda x, _: "")
   if panel.is_log_y:
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+    axes.yaxis.set_minor_formatter(lambda y, _: "")
   axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
   axes.set_ylim(*panel.ylim)
   axes.set_xlim(*panel.xlim)
@@ -141,9 +152,40 @@ def _bars(axes, panel: Bars) -> None:
   if panel.is_log_y:
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+    axes.yaxis.set_minor_formatter(lambda y, _: "")
+  if panel.is_stacked:
+    axes.set_ylim(0, 1.4 * max(bottoms))  # with room for the legend
   longest = max(map(len, groups))
   turn = {"rotation": 30, "ha": "right"} if len(groups) * longest > 40 else {}
   axes.set_xticks(range(len(groups)), groups, **turn)
   axes.set(title=panel.title, ylabel=panel.y)
   axes.grid(axis="y", alpha=0.3)
-  axes.legend(fontsize="small")
+  _legend_above(axes)
+
+
+def _legend_above(axes) -> None:
+  """Makes room for the legend above all that is drawn."""
+  labels = axes.get_legend_handles_labels()[1]
+  columns = 2 if max(map(len, labels)) > 12 else 3
+  drawn = 1 - 0.03 - 0.07 * math.ceil(len(labels) / columns)
+  low, high = axes.get_ylim()
+  if axes.get_yscale() == "log":
+    axes.set_ylim(low, low * (high / low) ** (1 / drawn))
+  else:
+    axes.set_ylim(low, low + (high - low) / drawn)
+  axes.legend(fontsize="small", loc="upper left", ncols=columns, columnspacing=1, handlelength=1.5)
+
+
+def _lanes(axes, panel: Lanes) -> None:
+  for place, lane in enumerate(reversed(panel.lanes.values())):
+    for kind, colour in KIND_COLOURS.items():
+      bars = [(start, end - start) for start, end, own in lane if own == kind]
+      axes.broken_barh(bars, (place - 0.35, 0.7), facecolor=colour, edgecolor="white",
+                       linewidth=0.5)  # fmt: skip
+  for kind in {own: None for lane in panel.lanes.values() for _, _, own in lane}:
+    axes.plot([], [], "s", color=KIND_COLOURS[kind], label=kind)
+  axes.set_yticks(range(len(panel.lanes)), list(panel.lanes)[::-1])
+  axes.set(title=panel.title, xlabel=panel.x)
+  axes.set_xlim(*panel.xlim)
+  axes.set_ylim(-0.5, len(panel.lanes) - 0.5)
+  _legend_above(axes)

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import inspect
 import io
-import json
 import pathlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from experiments.program import Progress
 from experiments.searching.drive import Driver, ProbeCache, RateSearch
-from experiments.searching.probe import code_version
+from experiments.searching.probe import code_version, key_of, meanings
 from experiments.serving import Experiment, check, serve_strategy, set_up
 from experiments.sweep import Failure, Sweep
 from pdjax.config import ExperimentConfig
+from pdjax.core.clock import to_ticks
 from pdjax.core.events import EventLog
 from pdjax.core.plain import to_plain
 
+T = TypeVar("T")
 Reduce = Callable[[Experiment, EventLog], Any]
 """From a finished run to plain data: what a figure needs of it. A function of `reduce.py`."""
 
@@ -29,8 +29,8 @@ Reduce = Callable[[Experiment, EventLog], Any]
 class Point:
   """One simulated run of one strategy, and what to keep of it. Picklable.
 
-  `lengths` are (prompt, output) tokens of the requests in order of arrival, instead of those that
-  the workload draws.
+  `lengths` are (prompt, output) tokens of the requests in order of arrival, and `arrivals_s` when
+  they arrive, instead of what the workload draws.
 
   Raises:
     ValueError: an experiment of several strategies, or on the engine.
@@ -39,21 +39,23 @@ class Point:
   config: ExperimentConfig
   reduce: Reduce
   lengths: tuple[tuple[int, int], ...] | None = None
+  arrivals_s: tuple[float, ...] | None = None
 
   def __post_init__(self):
     if self.config.backend != "sim" or len(self.config.strategy_names) != 1:
       raise ValueError(f"a point simulates one strategy, not {self.config.strategy_names}")
 
   def key(self) -> str:
-    """A digest of all that the result depends on."""
+    """A digest of all that the result depends on: also what names stand for, and the code."""
     parts = {
       "config": to_plain(self.config),
-      "lengths": self.lengths,
+      **meanings(self.config),
+      "requests": (self.lengths, self.arrivals_s),
       "reduce": f"{self.reduce.__module__}.{self.reduce.__qualname__}",
       "source": inspect.getsource(inspect.getmodule(self.reduce)),
       "code": code_version(),
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()
+    return key_of(parts)
 
 
 def simulate(point: Point) -> Any:
@@ -72,6 +74,11 @@ def simulate(point: Point) -> Any:
         sampling=dataclasses.replace(request.sampling, max_tokens=output_tokens),
       )
       for request, (prompt_tokens, output_tokens) in zip(experiment.requests, point.lengths)
+    ]
+  if point.arrivals_s is not None:
+    experiment.requests = [
+      dataclasses.replace(request, arrival_s=to_ticks(arrival_s))
+      for request, arrival_s in zip(experiment.requests, point.arrivals_s, strict=True)
     ]
   log = EventLog()
   (strategy,) = point.config.strategy_names
@@ -100,6 +107,13 @@ class Bench:
     self._sweep, self._progress = sweep, progress
     self._points = ProbeCache(out / "points.jsonl", Any)
     self._probes = ProbeCache(out / "probes.jsonl")
+    self._shared: dict[Callable, Any] = {}
+
+  def once(self, make: Callable[[Bench], T]) -> T:
+    """What `make` gives, which is called the first time only: what figures of a command share."""
+    if make not in self._shared:
+      self._shared[make] = make(self)
+    return self._shared[make]
 
   def show(self, text: str) -> None:
     """Shows where a figure has come to."""
@@ -124,13 +138,17 @@ class Bench:
       self.show(f"{number} of {num_points} runs")
     return {name: self._points.get(key) for name, key in keys.items()}
 
+  def driver(self) -> Driver:
+    """What runs searches that begin others, as those for placements do."""
+    return Driver(self._sweep, self._probes, Progress(_Shown(self.show)))
+
   def search(self, searches: Sequence[RateSearch]) -> None:
     """Brings searches for rates to their ends (`searching.goals.make_search` makes them).
 
     Raises:
       RuntimeError: a probe failed, and why.
     """
-    Driver(self._sweep, self._probes, Progress(_Shown(self.show))).run(searches)
+    self.driver().run(searches)
     for search in searches:
       if search.failure is not None:
         raise RuntimeError(f"{search.name}: {search.failure.message}\n{search.failure.trace}")

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import fnmatch
 
+from experiments.reproduction import crossover, distserve, engine, mooncake, sarathi, seed
 from experiments.reproduction.figure import Figure
 from pdjax.core.names import pick
 
-FAMILIES = ()
+FAMILIES = (
+  distserve.FIGURES,
+  sarathi.FIGURES,
+  mooncake.FIGURES,
+  engine.FIGURES,
+  seed.FIGURES,
+  crossover.FIGURES,
+)
 
 FIGURES: dict[str, Figure] = {figure.name: figure for family in FAMILIES for figure in family}
 

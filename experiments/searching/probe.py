@@ -10,6 +10,7 @@ import io
 import json
 import pathlib
 from collections.abc import Mapping
+from typing import Any
 
 from configs.hardware import HARDWARE, link
 from configs.models import MODELS
@@ -83,20 +84,25 @@ class Probe:
 
   def key(self) -> str:
     """A digest of all that the outcome depends on: also what names stand for, and the code."""
-    config, trace = self.config, self.config.workload.trace
-    names = {spec.hardware or config.hardware for spec in pools_of(config)} - {INSTANT}
-    parts = {
-      "probe": to_plain(self),
-      "model": to_plain(pick(MODELS, config.model, "model")),
-      "hardware": {name: to_plain(pick(HARDWARE, name, "hardware")) for name in sorted(names)},
-      "links": [
-        to_plain(link(name or config.link))
-        for name in (config.link, config.tp_link, config.pp_link)
-      ],
-      "trace": None if trace is None else _digest(trace),
-      "code": code_version(),
-    }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()
+    return key_of({"probe": to_plain(self), **meanings(self.config), "code": code_version()})
+
+
+def meanings(config: ExperimentConfig) -> dict[str, Any]:
+  """What the names in an experiment stand for, as plain data."""
+  trace = config.workload.trace
+  names = {spec.hardware or config.hardware for spec in pools_of(config)} - {INSTANT}
+  return {
+    "model": to_plain(pick(MODELS, config.model, "model")),
+    "hardware": {name: to_plain(pick(HARDWARE, name, "hardware")) for name in sorted(names)},
+    "links": [
+      to_plain(link(name or config.link)) for name in (config.link, config.tp_link, config.pp_link)
+    ],
+    "trace": None if trace is None else _digest(trace),
+  }
+
+
+def key_of(parts: Mapping[str, Any]) -> str:
+  return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()
 
 
 @functools.cache
