@@ -156,8 +156,13 @@ def copy_bytes_per_s() -> float:
   return 2 * source.nbytes / best_s(lambda: np.copyto(target, source), 5)
 
 
-def weight_matmuls_s(model, num_rows: int) -> float:
-  """Every matrix of the model times `num_rows` rows, and nothing else."""
+def weight_matmuls_s(
+  model, num_rows: int, *, num_emitted: int | None = None, repeats: int = 9
+) -> float:
+  """Every matrix of the model times `num_rows` rows, and nothing else; the median of `repeats`.
+
+  The LM head is multiplied by `num_emitted` rows, None for all.
+  """
   import jax
   import jax.numpy as jnp
 
@@ -168,7 +173,8 @@ def weight_matmuls_s(model, num_rows: int) -> float:
     num_in = len(axes.split("->")[0].split())
     is_head = name == "embedding"  # tied: V -> D, multiplied along D
     contracted = (1,) if is_head else tuple(range(num_in))
-    rows = jnp.ones((num_rows, *(param.shape[i] for i in contracted)), param.dtype)
+    own = (num_emitted or num_rows) if name in ("embedding", "unembedding") else num_rows
+    rows = jnp.ones((own, *(param.shape[i] for i in contracted)), param.dtype)
     matrices.append((contracted, rows, param))
 
   dims = [contracted for contracted, _, _ in matrices]
@@ -181,7 +187,7 @@ def weight_matmuls_s(model, num_rows: int) -> float:
     ]
 
   rows, params = [x for _, x, _ in matrices], [w for _, _, w in matrices]
-  return median_s(lambda: jax.block_until_ready(multiply(rows, params)), 9)
+  return median_s(lambda: jax.block_until_ready(multiply(rows, params)), repeats)
 
 
 # The engine ---------------------------------------------------------------------------------------
@@ -201,10 +207,12 @@ class _NoDevice:
   def submit(self, plan: StepPlan, now_s: float):
     self._step_inputs(plan, self._buckets, self._rows)
     num_tokens = sum(s.emits_token for s in plan.prefills) + len(plan.decodes)
-    return _Done(StepResult(token_ids=(1,) * num_tokens))
+    return Done(StepResult(token_ids=(1,) * num_tokens))
 
 
-class _Done:
+class Done:
+  """A ticket of a step that took no time."""
+
   finish_s = None
 
   def __init__(self, result: StepResult):
@@ -212,6 +220,9 @@ class _Done:
 
   def is_ready(self) -> bool:
     return True
+
+  def block(self) -> None:
+    pass
 
   def result(self) -> StepResult:
     return self._result

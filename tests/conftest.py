@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import tempfile
 
 import pytest
 
@@ -11,6 +12,13 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 # Also where a GPU is or its compiler is installed: a topology of absent devices can be had only in
 # a process that is restricted to the CPU before its first use of JAX.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Compiling takes most of the time of these tests, and several tests, and the programs that they
+# start, compile the same. Keys are whole programs: what a test changes is compiled anew.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+  _compiled = tempfile.TemporaryDirectory(prefix="pdjax-tests-")  # gone with this process
+  os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -25,7 +25,7 @@ from pdjax.serving.loop import serve
 pytest.importorskip("tokenizers", reason="needs the extra [hf]")
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # As few shapes as can be: compiling them is nearly all the time that these tests take.
-SMALL = dict(num_rows=2, max_len=32, token_budget=16, progress=False)
+SMALL = dict(num_rows=2, max_len=64, token_budget=16, progress=False)
 # Longer than a step's budget, so that it comes in chunks; shorter; one token.
 PROMPTS = [list(range(300, 320)), "import os\n", [70]]
 GREEDY = SamplingParams(max_tokens=12)
@@ -34,7 +34,7 @@ LONG = SamplingParams(max_tokens=30, ignore_eos=True)  # of prompts of one or tw
 
 @pytest.fixture(scope="module")
 def chunked():
-  with pdjax.LLM("tiny", strategy="chunked", **SMALL | dict(max_len=64)) as llm:
+  with pdjax.LLM("tiny", strategy="chunked", **SMALL) as llm:
     yield llm
 
 

@@ -433,6 +433,7 @@ def test_without_network_and_cache_one_message_comes_soon(hub, tmp_path, monkeyp
   assert len(message.splitlines()) == 2
 
 
+@pytest.mark.once
 def test_a_download_that_breaks_off_resumes_where_it_was(hub, tmp_path):
   hub.files["model.safetensors"] = weights = os.urandom(HUB_CHUNK_BYTES + 100_000)
   hub.cuts = [HUB_CHUNK_BYTES + 50_000]
@@ -442,6 +443,7 @@ def test_a_download_that_breaks_off_resumes_where_it_was(hub, tmp_path):
   assert ranges == [None, f"bytes={HUB_CHUNK_BYTES}-"]
 
 
+@pytest.mark.once
 def test_a_killed_download_is_done_anew_by_the_next_call(hub, tmp_path):
   hub.files["model.safetensors"] = weights = os.urandom(HUB_CHUNK_BYTES + 100_000)
   hub.cuts, hub.resume = [HUB_CHUNK_BYTES + 50_000], threading.Event()

@@ -8,10 +8,10 @@ other numbers of devices, but all-reduces of as many bytes as some that were fit
 out: contexts that a model was not made for are listed apart, and so are Splitwise's TP 2, batch 64
 rows, which take less time than a batch of one and look like out-of-memory artefacts.
 
-Files that make no step, as attention of as many heads on that device is missing, are not read:
-Vidur's A40, its other models' and TPs' layers on the A100, LLMServingSim's H100. Nor are networks
-other than those of whole nodes, TensorRT-LLM's tables and Frontier's layers (a second set of one
-model's on one die).
+Vidur's A40 is fitted and makes no step, as attention of it is missing. Other files that make none,
+as attention of as many heads on that device is missing, are not read: layers of Vidur's other
+models and TPs on the A100, LLMServingSim's H100. Nor are networks of several nodes, TensorRT-LLM's
+tables and Frontier's layers (a second set of one model's on one die).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Source:
 
   `fitted` are the operators of one model, `besides` others that belong to no model or that the
   source lacks: of these the fit sees half. `others` are other models, or the same over other
-  numbers of devices, of which it sees some all-reduces alone.
+  numbers of devices, of which it sees some all-reduces alone. What nobody timed is as in `start`.
   """
 
   name: str
@@ -69,6 +69,7 @@ class Source:
   fitted: LayerTimes
   besides: tuple[LayerTimes, ...] = ()
   others: tuple[LayerTimes, ...] = ()
+  start: Fit = dataclasses.field(default_factory=Fit)
 
   def timings(self) -> list[Timing]:
     """What is fitted: half of each operator's points."""
@@ -92,7 +93,7 @@ class Source:
 
   def fit(self) -> Fit:
     """One kernel for chunks and decodes is fitted last, by itself, on the points of its table."""
-    found = fit(self.timings(), self.device, link=self.link, start=Fit()).fit
+    found = fit(self.timings(), self.device, link=self.link, start=self.start).fit
     if not self.fitted.mixed:
       return found
     return fit(self.fitted.thinned()[0].mixed_timings(), self.device, start=found).fit
@@ -174,14 +175,17 @@ def _vllm(name: str, folder: pathlib.Path, *, gemm: str, all_reduce: str, link: 
   )
 
 
-def _a100_vidur(name: str, folder: pathlib.Path) -> Source:
+def _a100_vidur(
+  name: str, folder: pathlib.Path, *, node: str = "dgx", splits: tuple[int, ...] = (2, 4, 8)
+) -> Source:
   """Vidur's layers; attention is Frontier's on an A800 (the same die), Vidur's own or vLLM's.
 
-  Vidur's own is of Llama-2-70B over two devices alone.
+  Vidur's own is of Llama-2-70B over two devices alone. All-reduces are those of a `node`, over as
+  many devices as `splits` has.
   """
   vidur = folder / "vidur"
   attention = folder / "frontier" / "attention_a800_Llama-2-7b_tp1.csv"
-  network = vidur / "net_a100_dgx_all_reduce.csv"
+  network = vidur / f"net_a100_{node}_all_reduce.csv"
   small, large = MODELS["llama2-7b"], MODELS["llama2-70b"]
   vllm = Aiconfigurator(
     folder=folder / "aiconfigurator",
@@ -191,14 +195,14 @@ def _a100_vidur(name: str, folder: pathlib.Path) -> Source:
   ).operators(LLAMA_31_8B)
   return Source(
     name=name,
-    device=HARDWARE["a100"],
+    device=HARDWARE[name.split()[0]],
     link=LINKS["nvlink"],
     fitted=LayerTimes(
       **vidur_layers(vidur / "mlp_a100_Llama-2-7b-hf.csv", small, 1), **vidur_attention(attention)
     ),
     besides=tuple(
       LayerTimes(model=small, tp=tp, all_reduce=vidur_all_reduce(network, small, tp))
-      for tp in (2, 4, 8)
+      for tp in splits
     ),
     others=(
       LayerTimes(
@@ -217,6 +221,21 @@ def _a100_vidur(name: str, folder: pathlib.Path) -> Source:
         decode=vllm.decode,
       ),
     ),
+  )
+
+
+def _a40_vidur(name: str, folder: pathlib.Path) -> Source:
+  """Vidur's layers, and what nobody timed on an A40 as on an A100, in shares of the peaks.
+
+  That is attention, and all-reduces between pairs that NVLink joins.
+  """
+  path, small = folder / "vidur" / "mlp_a40_Llama-2-7b-hf.csv", MODELS["llama2-7b"]
+  return Source(
+    name=name,
+    device=HARDWARE["a40"],
+    fitted=LayerTimes(**vidur_layers(path, small, 1)),
+    others=tuple(LayerTimes(**vidur_layers(path, small, tp)) for tp in (2, 4, 8)),
+    start=HARDWARE["a100-pairs"].fit,
   )
 
 
@@ -271,6 +290,8 @@ def _tpu(name: str, folder: pathlib.Path) -> Source:
 
 SOURCES: dict[str, Callable[[str, pathlib.Path], Source]] = {
   "a100 vidur": _a100_vidur,
+  "a100-pairs vidur": functools.partial(_a100_vidur, node="pairwise_nvlink", splits=(2, 4)),
+  "a40 vidur": _a40_vidur,
   "a100-vllm aiconfigurator": functools.partial(
     _vllm,
     gemm="a100_sxm__gemm_vllm_0.14.0",

@@ -22,15 +22,17 @@ from pdjax.scheduling.pages import PageConfig
 
 
 def default_buckets(pages: PageConfig, *, whole_budget: int, chunk_budget: int) -> Buckets:
-  """Buckets for pools of any role: at most ten steps and three hand-offs.
+  """Buckets for pools of any role: at most twelve steps and three hand-offs.
 
-  `whole_budget` is the largest step of whole prompts, `chunk_budget` that of chunks with decodes.
-  Sizes double, so padding is under half of a step, but not below the smallest that is kept: a
-  bucket costs seconds of compilation.
+  `whole_budget` is the largest step of whole prompts, `chunk_budget` that of chunks or prompts with
+  decodes. Sizes double, so padding is under half of a step, but not below the smallest that is
+  kept: a bucket costs seconds of compilation. Where whole prompts are mixed with decodes, chunks of
+  another strategy may be a fraction of them.
   """
+  mixed = grow_to(16, max(16, chunk_budget), 2)
   return Buckets(
     prefill=grow_to(16, max(16, whole_budget, chunk_budget), 2)[-4:],
-    mixed=grow_to(16, max(16, chunk_budget), 2)[-2:],
+    mixed=(*(size for size in mixed[-4:-2] if size >= 64), *mixed[-2:]),
     rows=tuple(
       sorted({1, *grow_to(1, pages.num_rows, 2)[-3:]})
     ),  # one row is a product by a vector

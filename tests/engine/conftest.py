@@ -11,7 +11,7 @@ from pdjax.models.checksum import checksum_model
 
 # One shape of each step compiles in a third of the time of the engine in slots, which has several.
 ONE_OF_EACH = Buckets(prefill=(CAPACITY,), mixed=(24,), rows=(ROWS,), pages=(PAGES_PER_ROW,))
-SEVERAL = Buckets(prefill=(16, CAPACITY), mixed=(16, 24), rows=(2, ROWS), pages=(4, PAGES_PER_ROW))
+SEVERAL = Buckets(prefill=(16, CAPACITY), mixed=(24,), rows=(2, ROWS), pages=(4, PAGES_PER_ROW))
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -47,9 +47,13 @@ def build(
   groups,
   pages: PageConfig | None = None,
   attention: str = "auto",
+  uses: Sequence[set[str]] | None = None,
   **cuts,
 ):
-  """An `Engine` with `cuts` into stages and groups; an unusable donated buffer is an error."""
+  """An `Engine` with `cuts` into stages and groups; an unusable donated buffer is an error.
+
+  `uses` are the calls that each executor is warm for, by default all of either pool.
+  """
   pages = pages or PageConfig(
     num_rows=ROWS,
     page_size=PAGE_SIZE,
@@ -62,7 +66,8 @@ def build(
   with warnings.catch_warnings():
     warnings.filterwarnings("error", message=".*donated.*")
     steps, copies = {"prefill", "decode", "mixed"}, {"gather", "scatter"}
-    for _ in warm_up(executors, [steps | copies, {"decode", "scatter"}][: len(executors)]):
+    uses = uses or [steps | copies, {"decode", "scatter"}][: len(executors)]
+    for _ in warm_up(executors, uses):
       pass
   return Engine(executors=executors, steps=executors[0].steps, pages=pages, buckets=buckets)
 

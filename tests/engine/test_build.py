@@ -205,6 +205,14 @@ def test_a_failing_warm_up_raises_where_it_is_consumed():
     next(lines)
 
 
+def test_chunks_are_not_padded_to_whole_prompts_that_are_mixed_with_decodes():
+  pages = PageConfig(num_rows=8, page_size=16, pages_per_row=26, num_pages=208)
+  whole = default_buckets(pages, whole_budget=512, chunk_budget=512).mixed
+  assert min(whole) == 64 and len(whole) == 4
+  chunks = default_buckets(pages, whole_budget=512, chunk_budget=64).mixed
+  assert chunks == (32, 64)
+
+
 def test_buckets_end_at_the_budgets():
   pages = PageConfig(num_rows=6, page_size=16, pages_per_row=13, num_pages=78)
   buckets = default_buckets(pages, whole_budget=200, chunk_budget=48)

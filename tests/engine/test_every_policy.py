@@ -1,6 +1,7 @@
 """The same tokens on the tiny model under every policy, layout, chunk size, and use of memory."""
 
 import dataclasses
+import itertools
 import random
 
 import jax.numpy as jnp
@@ -80,8 +81,19 @@ def test_in_rows_of_their_own(tiny_slots, requests, alone, strategy, steps_in_fl
   assert tokens_of(log) == alone
 
 
-@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
-@pytest.mark.parametrize("memory", MEMORY)
+OF_EACH_SORT = ("continuous", "chunked", "disaggregated")
+
+
+def in_memory(strategy, memory):
+  """By default every policy has all kinds at once, and every kind a policy of each sort."""
+  usual = memory == "all at once" or strategy in OF_EACH_SORT
+  return pytest.param(strategy, memory, marks=[pytest.mark.slow] * (not usual))
+
+
+@pytest.mark.parametrize(
+  ("strategy", "memory"),
+  [in_memory(*case) for case in itertools.product(sorted(STRATEGIES), MEMORY)],
+)
 def test_in_pages(tiny_paged, requests, alone, strategy, memory):
   for budget in (7, 24):
     cluster = make_cluster(tiny_paged, strategy, budget=budget, shuffle=4, **MEMORY[memory])
@@ -89,7 +101,13 @@ def test_in_pages(tiny_paged, requests, alone, strategy, memory):
     assert tokens_of(log) == alone
 
 
-@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+@pytest.mark.parametrize(
+  "strategy",
+  [
+    pytest.param(name, marks=[pytest.mark.slow] * (name not in OF_EACH_SORT))
+    for name in sorted(STRATEGIES)
+  ],
+)
 def test_by_pallas_kernels(tiny_pallas, requests, alone, strategy):
   tuning = tiny_pallas.steps.attention.tuning
   kernels = (tuning.prefill, tuning.decode, tuning.mixed, tuning.write)

@@ -126,7 +126,7 @@ def _places(executor):
 UNTIED = dataclasses.replace(TINY, num_layers=1, tie_embeddings=False)
 
 
-@pytest.fixture(scope="module", params=["slots", "paged"])
+@pytest.fixture(scope="module", params=[pytest.param("slots", marks=pytest.mark.slow), "paged"])
 def untied_engine(request):
   """Its embedding gives no logits: what is wrong with one id is wrong with those who read it."""
   buckets = Buckets(prefill=(CAPACITY,), mixed=(CAPACITY,), rows=(ROWS,), pages=(20,))

@@ -40,6 +40,7 @@ def test_a_platform_that_is_not_here_is_refused():
     find_devices([DeviceGroup(devices=(0,), hardware="abacus")])
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
   ("num_devices", "printed"), [(3, "3"), (10_000, "10000 devices asked for, but JAX sees")]
 )

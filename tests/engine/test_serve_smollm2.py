@@ -11,6 +11,10 @@ from pdjax.models.checkpoints.checkpoint import open_checkpoint
 from pdjax.scheduling.pages import PageConfig
 
 pytestmark = pytest.mark.slow
+USES = {
+  "chunked": [{"mixed", "decode"}],
+  "disaggregated": [{"prefill", "gather"}, {"decode", "scatter"}],
+}  # each takes many seconds to compile
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +27,7 @@ def serve_golden(model, strategy, groups):
   assert {len(case["greedy_ids"]) for case in CASES.values()} == {32}
   pages = PageConfig(num_rows=3, page_size=16, pages_per_row=5, num_pages=15, contiguous=True)
   buckets = Buckets(prefill=(80,), mixed=(16,), rows=(3,), pages=(5,))
-  engine = build(model, "slots", buckets, groups, pages)
+  engine = build(model, "slots", buckets, groups, pages, uses=USES[strategy])
   requests = [
     request(i, case["prompt_ids"], max_tokens=32) for i, case in enumerate(CASES.values())
   ]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -8,9 +9,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from forks import Start, forks
 
 from pdjax.core.model_config import TINY
 from pdjax.models.checkpoints.checkpoint import open_checkpoint
@@ -48,15 +51,12 @@ LAYER_NAMES = {
 }
 
 
-def convert(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-  return subprocess.run(
-    [sys.executable, "-m", "experiments.convert", *arguments],
-    cwd=ROOT,
-    env={**os.environ, **environment},
-    capture_output=True,
-    text=True,
-    timeout=120,
-  )
+@pytest.fixture(scope="module")
+def convert() -> Iterator[Start]:
+  """Starts the program with these arguments."""
+  env = os.environ | {"PYTHONPATH": str(ROOT)}
+  with forks("experiments.program", "pdjax.models.checkpoints.orbax", env=env) as start:
+    yield functools.partial(start, "experiments.convert", cwd=ROOT)
 
 
 def write_hf_folder(folder: pathlib.Path, *, nan: bool = False) -> pathlib.Path:
@@ -94,7 +94,7 @@ def source(tmp_path_factory) -> pathlib.Path:
   return folder
 
 
-def test_a_converted_model_is_the_same_model_with_its_tokenizer(source, tmp_path):
+def test_a_converted_model_is_the_same_model_with_its_tokenizer(convert, source, tmp_path):
   done = convert(f"--from={source}", f"--to={tmp_path / 'a'}", "--dtype=float32", "--tp=2")
   assert done.returncode == 0, done.stderr
   assert done.stdout == f"python -m experiments.run --model={tmp_path / 'a'}\n"
@@ -113,7 +113,7 @@ def test_a_converted_model_is_the_same_model_with_its_tokenizer(source, tmp_path
     assert (tokenizer.bos_id, tokenizer.eos_ids) == (wanted.bos_id, wanted.eos_ids) == (0, (1,))
 
 
-def test_a_model_without_a_tokenizer_is_converted_and_it_is_said(tmp_path):
+def test_a_model_without_a_tokenizer_is_converted_and_it_is_said(convert, tmp_path):
   source = write_hf_folder(tmp_path / "llama")
   done = convert(f"--from={source}", f"--to={tmp_path / 'out'}")
   assert done.returncode == 0
@@ -121,7 +121,7 @@ def test_a_model_without_a_tokenizer_is_converted_and_it_is_said(tmp_path):
   assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["params", MANIFEST]
 
 
-def test_a_model_is_replaced_only_on_request(source, tmp_path):
+def test_a_model_is_replaced_only_on_request(convert, source, tmp_path):
   out = tmp_path / "out"
   assert convert(f"--from={source}", f"--to={out}").returncode == 0
   before = (out / MANIFEST).read_bytes()
@@ -175,7 +175,7 @@ def wrong(tmp_path, case: str) -> tuple[list[str], str]:
   ["no from", "no to", "same", "unknown", "dtype", "empty", "occupied", "cut", "nan", "tp",
    "vocabulary"],
 )  # fmt: skip
-def test_wrong_input_ends_with_one_message_and_writes_nothing(tmp_path, case):
+def test_wrong_input_ends_with_one_message_and_writes_nothing(convert, tmp_path, case):
   arguments, message = wrong(tmp_path, case)
   before = sorted(tmp_path.rglob("*"))
   done = convert(*arguments)
@@ -187,7 +187,7 @@ def test_wrong_input_ends_with_one_message_and_writes_nothing(tmp_path, case):
 
 
 @pytest.mark.slow
-def test_ctrl_c_leaves_nothing_that_opens_and_the_same_command_goes_on(tmp_path):
+def test_ctrl_c_leaves_nothing_that_opens_and_the_same_command_goes_on(convert, tmp_path):
   config = dataclasses.replace(TINY, d_model=512, d_ff=8192, num_layers=6, vocab_size=40_000)
   ones = ((name, np.ones(shape)) for name, shape in param_shapes(config).items())
   save_orbax(tmp_path / "source", from_tensors(config, ones))

@@ -29,6 +29,7 @@ def test_the_path_of_a_checkpoint_is_the_only_line_on_stdout(tmp_path):
   assert (done.returncode, done.stdout, done.stderr) == (0, f"{tmp_path}\n", "")
 
 
+@pytest.mark.once
 def test_without_network_pip_and_the_program_end_with_one_clear_message(tmp_path):
   # With these pip asks nobody.
   offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}

@@ -136,8 +136,16 @@ def test_a_wrong_flag_is_one_message(tmp_path, argv, message):
 # What is right ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("work", [DECODE, CHUNK, FRESH], ids=lambda work: work.name)
-@pytest.mark.parametrize("is_gathered", [False, True])
+@pytest.mark.parametrize(
+  ("work", "is_gathered"),
+  [
+    (DECODE, True),
+    (CHUNK, False),
+    (FRESH, False),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [(DECODE, False), (CHUNK, True)]),
+  ],
+  ids=lambda value: getattr(value, "name", str(value)),
+)
 def test_a_library_computes_the_same_case(work, is_gathered):
   problem = Problem(work, cpu_sizes())
   run = library(functools.partial(jax_nn, "xla"), is_gathered, problem)
@@ -186,7 +194,9 @@ def test_nan_is_wrong():
   assert not problem.error(out) <= problem.tolerance
 
 
-@pytest.mark.parametrize("work", [DECODE, MIXED], ids=lambda work: work.name)
+@pytest.mark.parametrize(
+  "work", [pytest.param(DECODE, marks=pytest.mark.slow), MIXED], ids=lambda work: work.name
+)
 def test_the_reference_in_parts_is_the_reference(work, monkeypatch):
   problem = Problem(work, cpu_sizes())
   monkeypatch.setattr(kernel_cases, "CHECKED_TOKENS", 2)

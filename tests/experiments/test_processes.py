@@ -10,19 +10,13 @@ import sys
 import time
 
 import pytest
-from remote.small import EXPERIMENT, kept_compilations
+from remote.small import EXPERIMENT
 
 from experiments.program import Progress
 from experiments.serving import check, compare_tokens, machine, report, run_experiment
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(autouse=True)
-def compiled(tmp_path_factory, monkeypatch):
-  for name, value in kept_compilations(tmp_path_factory.getbasetemp() / "compiled").items():
-    monkeypatch.setenv(name, value)
 
 
 def test_tokens_are_those_of_one_process(tmp_path):

@@ -132,6 +132,7 @@ def test_at_all_rates_the_same_requests_come_only_faster_or_slower(tmp_path):
   assert [r.arrival_s for r in slow] == pytest.approx([4 * r.arrival_s for r in fast], abs=1e-7)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("arrivals", ["poisson", "gamma"])
 @pytest.mark.parametrize("name", ["Mix", "Quantiles", "Uniform", "LogNormal", "Sampled"])
 def test_fewer_requests_are_the_first_of_more(tmp_path, name, arrivals):
@@ -179,6 +180,7 @@ def test_a_trace_is_sped_up_to_the_rate(tmp_path):
   assert simulate(probe).rate_rps == 8.0
 
 
+@pytest.mark.once
 def test_a_half_alone_is_at_least_as_good_as_beside_the_other():
   pools = dict(num_devices=2, strategies=())
   for rate in (5.0, 60.0):
@@ -334,6 +336,7 @@ def test_searches_that_ask_for_the_same_share_it(tmp_path):
   assert len({t.bound for t in twins}) == 1 and twins[1].outcomes == twins[2].outcomes
 
 
+@pytest.mark.once
 def test_an_interrupted_search_reports_and_goes_on(tmp_path, monkeypatch, capsys):
   def run(simulate) -> tuple[int, dict]:
     monkeypatch.setattr(search, "Driver", functools.partial(Driver, simulate=simulate))
@@ -455,6 +458,7 @@ def test_what_a_reader_must_know_of_step_times_is_told(tmp_path):
   assert len(caveats_of([one] * 9)) == len(of_all) + 4, "a line for each of many"
 
 
+@pytest.mark.once
 def test_a_tighter_slo_leaves_less_capacity(tmp_path):
   config = small(strategies=("chunked",))
   rates = [found_rps(tmp_path, config, Stalls(itl_s=itl_s)) for itl_s in (0.2, 0.04, 0.022)]
@@ -489,6 +493,7 @@ def test_slos_that_nobody_gave_are_those_of_the_devices(tmp_path):
 # Placement ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.once
 def test_every_candidate_for_a_placement_can_run_and_the_best_is_chosen(tmp_path):
   goal = PlacementGoal(
     asked(tmp_path), Nodes(num_nodes=1, devices_per_node=3), affinity="low", node_link="25gbe"
@@ -540,6 +545,7 @@ def place(out: pathlib.Path, served, *sizes: int, **options) -> PlacementGoal:
   return goal
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("seed", range(3))
 def test_the_best_is_found_though_most_are_only_held_against_another(tmp_path, seed):
   goal = place(tmp_path, by_density(seed), 2, 4)
@@ -554,6 +560,7 @@ def test_the_best_is_found_though_most_are_only_held_against_another(tmp_path, s
   assert goal.baseline.passed_rps / num_devices >= max(colocated) / 1.05**2
 
 
+@pytest.mark.once
 def test_nodes_are_filled_with_units_and_with_colocated_pools(tmp_path):
   goal = place(tmp_path, by_density(0, ["prefill,decode", "mixed:prefill_first"]), 2, 4)
   assert goal.placement.pools == "4xprefill,4xdecode"
@@ -561,6 +568,7 @@ def test_nodes_are_filled_with_units_and_with_colocated_pools(tmp_path):
   assert goal.final.num_devices == goal.baseline.num_devices == 8
 
 
+@pytest.mark.once
 def test_units_that_the_nodes_do_not_hold_are_told(tmp_path):
   """Units of three stay inside nodes of five: two nodes hold two, ten devices would hold three."""
   served = by_density(0, ["prefill:tp2,decode"])
@@ -570,6 +578,7 @@ def test_units_that_the_nodes_do_not_hold_are_told(tmp_path):
     assert ("2 nodes of 5 devices do not hold it: only 2 x" in goal.verdict()) == is_told
 
 
+@pytest.mark.once
 def test_to_fill_a_cluster_the_rate_of_every_shape_is_known(tmp_path):
   goal = place(tmp_path, by_density(1), 2, 4, affinity="high", baselines=False)
   halves = [s for what, own in goal.searches.items() if what != "all pools" for s in own]
@@ -600,6 +609,7 @@ def test_numbers_out_of_range_are_refused_before_anything_runs(tmp_path, options
     place(tmp_path, None, 1, 2, **options)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("affinity", ["low", "high"])
 def test_no_candidate_is_larger_than_memory(tmp_path, affinity):
   """OPT-66B's weights need two A100s: what has fewer is refused when it is set up, not tried."""
@@ -643,6 +653,7 @@ def test_links_between_nodes_are_taken_by_what_crosses_them(tmp_path):
   assert links("high") == {("25gbe", "nvlink", "nvlink"), ("25gbe", "nvlink", "25gbe")}
 
 
+@pytest.mark.once
 def test_algorithm_1_counts_pools_for_the_rate(tmp_path):
   goal = PlacementGoal(
     asked(tmp_path),
@@ -713,6 +724,7 @@ def test_the_longest_step_has_all_rows_decoding_and_a_chunk_at_the_end_of_a_prom
   assert all(budget % TILE == 0 for budget in goal.step_s) and steps_s == sorted(steps_s)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("best", [128, 512, 768, 4096])
 def test_budgets_are_tried_until_the_capacity_falls(tmp_path, best):
   """Whether or not their longest step is within the target."""
@@ -734,6 +746,7 @@ def test_budgets_are_tried_until_the_capacity_falls(tmp_path, best):
   assert text.count("not served") == len(goal.step_s) - len(tried)
 
 
+@pytest.mark.once
 def test_budgets_that_cannot_advance_all_rows_are_left_out(tmp_path):
   cache = dataclasses.replace(small().cache, num_rows=200)
   scheduler = dataclasses.replace(small().scheduler, token_budget=512)
@@ -769,6 +782,7 @@ def replan(out: pathlib.Path, requests, **options) -> ReplanGoal:
   )
 
 
+@pytest.mark.once
 def test_a_drift_makes_another_search_and_both_placements_are_judged_by_the_new_traffic(tmp_path):
   goal = replan(tmp_path, drifting())
   goal.run(driver(tmp_path), Progress())
@@ -786,6 +800,7 @@ def test_a_drift_makes_another_search_and_both_placements_are_judged_by_the_new_
   assert set(lengths[1:]) == {"3000,4"} and len(lengths) == 41
 
 
+@pytest.mark.once
 def test_traffic_that_stays_keeps_its_placement(tmp_path):
   goal = replan(tmp_path, [Seen(0.25 * i, 100, 40) for i in range(161)])
   goal.run(driver(tmp_path), Progress())

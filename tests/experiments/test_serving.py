@@ -544,6 +544,7 @@ def test_a_real_ctrl_c_during_warm_up_ends_with_130_and_no_crash(tmp_path):
   program = subprocess.Popen(
     [sys.executable, "-m", "experiments.compare", "--model=tiny", f"--out={tmp_path / 'out'}"],
     cwd=ROOT,
+    env=os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "0"},
     stderr=subprocess.PIPE,
     text=True,
   )

@@ -30,14 +30,13 @@ FLAGS = (f"--steps={NUM_STEPS}", "--rows=8", "--row_tokens=32")
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-  """Starts the program; its compiled code is kept for the next start."""
-  cache = tmp_path_factory.mktemp("compiled")
-  env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(cache)}
+  """Starts the program."""
+  folder, env = tmp_path_factory.mktemp("started"), os.environ | {"PYTHONPATH": str(ROOT)}
 
   def start(*argv: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "experiments.train_tiny", *argv]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, cwd=cache, env=env, **pipes)
+    return subprocess.Popen(command, cwd=folder, env=env, **pipes)
 
   return start
 

@@ -1,18 +1,18 @@
 """Wrong input to the programs, as a user types it: one message, status 2, nothing written.
 
-Each runs in a fresh interpreter where importing jax fails, so none of it can have compiled.
+Each runs in a fork of an interpreter where importing jax fails, so none of it can have compiled.
 """
 
 from __future__ import annotations
 
 import os
 import pathlib
-import subprocess
-import sys
+from collections.abc import Iterator
 
 import jax
 import pytest
 import virtual
+from forks import Start, forks
 
 from experiments.serving import check
 from pdjax.config import POOLS_FORM, STRATEGIES, load_config
@@ -33,9 +33,10 @@ def without_jax(tmp_path_factory) -> dict[str, str]:
   return os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
 
 
-def start(program: str, *argv: str, cwd, env) -> subprocess.CompletedProcess:
-  command = [sys.executable, "-m", f"experiments.{program}", *argv]
-  return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
+@pytest.fixture(scope="module")
+def start(without_jax) -> Iterator[Start]:
+  with forks("experiments.serving", env=without_jax) as start:
+    yield start
 
 
 TRACE = "arrival_s,prompt_tokens,output_tokens\n"
@@ -355,17 +356,21 @@ def check_refused(done, folder, parts) -> None:
   assert sorted(p.name for p in folder.iterdir()) == sorted(FILES), "something was written"
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("case", CASES)
-def test_wrong_input_ends_with_one_message_before_jax_is_imported(case, folder, without_jax):
+ONE_OF_EACH = {program: case for case, (program, *_) in CASES.items()}.values()
+
+
+@pytest.mark.parametrize(
+  "case", [pytest.param(name, marks=[pytest.mark.quick] * (name in ONE_OF_EACH)) for name in CASES]
+)
+def test_wrong_input_ends_with_one_message_before_jax_is_imported(case, folder, start):
   program, argv, parts = CASES[case]
-  done = start(program, *argv, cwd=folder, env=without_jax)
+  done = start(f"experiments.{program}", *argv, cwd=folder)
   check_refused(done, folder, parts)
 
 
-def test_a_file_that_is_no_model_is_refused_before_jax_is_imported(folder, without_jax):
+def test_a_file_that_is_no_model_is_refused_before_jax_is_imported(folder, start):
   pytest.importorskip("gguf", reason="needs the extra [hf]")
-  done = start("compare", "--model=garbage.gguf", cwd=folder, env=without_jax)
+  done = start("experiments.compare", "--model=garbage.gguf", cwd=folder)
   check_refused(done, folder, ["garbage.gguf", "no readable GGUF"])
 
 
@@ -373,7 +378,8 @@ def test_a_gguf_without_the_extra_says_what_to_install(folder, without_jax, tmp_
   stub = tmp_path_factory.mktemp("no_gguf")
   (stub / "gguf.py").write_text("raise ImportError('no gguf')")
   env = without_jax | {"PYTHONPATH": f"{stub}{os.pathsep}{without_jax['PYTHONPATH']}"}
-  done = start("compare", "--model=garbage.gguf", cwd=folder, env=env)
+  with forks(env=env) as start:
+    done = start("experiments.compare", "--model=garbage.gguf", cwd=folder)
   check_refused(done, folder, ["pip install 'pdjax[hf]'"])
 
 

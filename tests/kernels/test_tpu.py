@@ -103,7 +103,13 @@ def case(changes) -> AttentionCase:
   return dataclasses.replace(BASE, **changes)
 
 
-@pytest.mark.parametrize("name", RPA_CASES)
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(name, marks=[pytest.mark.slow] * (name in ("prefill", "decode")))
+    for name in RPA_CASES
+  ],
+)  # "mixed" has both
 def test_ragged_paged_attention_is_the_reference(attend, name):
   check(attend, case(RPA_CASES[name]))
 
@@ -134,6 +140,7 @@ def test_writes_are_those_of_the_reference(dtype):
   check_write(write, num_kv_heads=3, dtype=dtype)
 
 
+@pytest.mark.once
 @pytest.mark.quick
 def test_each_device_writes_its_own_heads():
   """The axis of heads is split in half, and each half is the keys and values of whole heads."""

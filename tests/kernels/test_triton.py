@@ -141,7 +141,7 @@ def test_any_ragged_batch(data):
   ))  # fmt: skip
 
 
-@pytest.mark.parametrize("window", [None, 13])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 13])
 @pytest.mark.parametrize(
   ("programs", "min_split_tokens"),
   [(1, 1), (1000, 256), (1000, 1), (7, 12)],

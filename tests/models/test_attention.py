@@ -19,7 +19,7 @@ from pdjax.models import kv_cache
 from pdjax.models.attention import Attention
 from pdjax.models.kv_cache import KVLayout
 
-pytestmark = pytest.mark.quick
+pytestmark, once = pytest.mark.quick, pytest.mark.once
 
 H, K, HEAD_DIM = 6, 2, 16
 TOLERANCE = 2e-6  # float32: a few units of the last place of values of order 1
@@ -86,7 +86,7 @@ def attend_case(layout, tables, cache, q, positions, block_k):
   return np.asarray(out).reshape(q.shape)
 
 
-@pytest.mark.parametrize("block_k", [1, 8, 12, 256])
+@pytest.mark.parametrize("block_k", [12, *(pytest.param(n, marks=once) for n in (1, 8, 256))])
 @pytest.mark.parametrize("kind", ["slots", "paged"])
 def test_attend_is_dense_causal_attention(kind, block_k, case):
   q, positions, keys, values = case
@@ -126,7 +126,7 @@ def test_only_padding_gives_no_nan(kind, case):
   assert np.isfinite(out).all()
 
 
-@pytest.mark.parametrize("kind", ["slots", "paged"])
+@pytest.mark.parametrize("kind", [pytest.param("slots", marks=once), "paged"])
 def test_a_mixed_step_is_its_two_halves(kind):
   layout = make_layout(kind, page_size=4, pages_per_row=5, num_rows=4)
   tables = make_tables(layout)
@@ -166,7 +166,7 @@ def test_a_mixed_step_is_its_two_halves(kind):
   assert np.isfinite(mixed).all()
 
 
-@pytest.mark.parametrize("tp", [2, 6])
+@pytest.mark.parametrize("tp", [pytest.param(2, marks=pytest.mark.slow), 6])
 @pytest.mark.parametrize("backend", ["xla", "triton"])
 def test_devices_attend_with_their_heads_what_one_does_with_all(backend, tp):
   """With 6 devices and 2 kv heads, each of which three devices have."""

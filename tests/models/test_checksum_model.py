@@ -19,7 +19,7 @@ def make_layout(model, kind):
   return model.layout(kind=kind, num_rows=3, page_size=4, pages_per_row=8, num_pages=num_pages)
 
 
-@pytest.mark.parametrize("chunk", [3, 8, 32])
+@pytest.mark.parametrize("chunk", [8, *(pytest.param(n, marks=pytest.mark.once) for n in (3, 32))])
 @pytest.mark.parametrize("kind", ["slots", "paged"])
 def test_tokens_are_those_of_core(kind, chunk):
   model = checksum_model()
@@ -42,6 +42,7 @@ def test_tokens_are_those_of_core(kind, chunk):
     assert tuple(ids) == checksum.generate(PROMPTS[row], 10)
 
 
+@pytest.mark.once
 def test_every_layer_and_place_of_the_cache_counts():
   model = checksum_model()
   layout = make_layout(model, "slots")

@@ -518,6 +518,7 @@ def test_what_is_no_checkpoint_is_refused_with_its_path(tmp_path):
     open_checkpoint(folder)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 def test_peak_memory_is_under_twice_the_largest_tensor_beside_what_devices_hold(stored, tmp_path):
   """RssAnon of /proc/self/status, sampled every half millisecond while loading over two devices.

@@ -20,7 +20,7 @@ from pdjax.kernels.write_pages import write_pages_reference
 from pdjax.models import kv_cache
 from pdjax.models.kv_cache import KVLayout
 
-pytestmark = pytest.mark.quick
+pytestmark, once, slow = pytest.mark.quick, pytest.mark.once, pytest.mark.slow
 
 PAGE_SIZE, PAGES_PER_ROW, NUM_ROWS = 4, 6, 3
 KINDS = ["slots", "paged", "interleaved"]
@@ -103,7 +103,9 @@ def test_written_tokens_are_fetched_and_padding_changes_nothing(kind):
           np.testing.assert_array_equal(got[0], want[:, start : start + size])
 
 
-@pytest.mark.parametrize("bucket", [1, 2, 4, 6])
+@pytest.mark.parametrize(
+  "bucket", [2, pytest.param(6, marks=once), *(pytest.param(n, marks=slow) for n in (1, 4))]
+)
 @pytest.mark.parametrize("target_kind", KINDS)
 @pytest.mark.parametrize("source_kind", KINDS)
 def test_a_hand_off_moves_exactly_the_pages(source_kind, target_kind, bucket):
@@ -197,7 +199,9 @@ def test_on_a_mesh_heads_stay_on_their_device(kind, kv_copies):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("num_shards", "num_cuts"), [(1, 4), (2, 2), (2, 4)])
+@pytest.mark.parametrize(
+  ("num_shards", "num_cuts"), [(2, 4), *(pytest.param(*n, marks=once) for n in [(1, 4), (2, 2)])]
+)
 def test_cuts_are_gathered_and_joined_as_they_are_read_and_written(kind, num_shards, num_cuts):
   """In all the heads of each device in turn; not by a copy more, nor by one between devices."""
   layout = make_layout(kind, num_kv_heads=8)

@@ -160,6 +160,7 @@ def test_an_interrupted_save_is_refused_until_it_is_repeated(
   assert sorted(path.name for path in folder.iterdir()) == ["params", MANIFEST]  # and no leftovers
 
 
+@pytest.mark.once
 def test_a_save_that_is_killed_is_refused_until_it_is_repeated(arrays, tmp_path):
   """Killed with Orbax's temporary folder there and hundreds of megabytes to go."""
   folder = tmp_path / "model"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pdjax.core.request import MAX_HELD_STOP_IDS, MAX_LOGPROBS
 from pdjax.models.sampling import Sampled, Sampling, _truncate, sample
 
-pytestmark = pytest.mark.quick
+pytestmark, once = pytest.mark.quick, pytest.mark.once
 
 V = 50
 run_all = jax.jit(sample)
@@ -89,7 +89,7 @@ def test_temperature_0_is_greedy():
   assert run(ties, columns(2, temperature=0), [0, 1]).ids.tolist() == [0, 7]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+@pytest.mark.parametrize("temperature", [0.5, *(pytest.param(t, marks=once) for t in (1.0, 2.0))])
 def test_frequencies_are_the_softmax(temperature):
   logits, num_draws = logits_of()[0], 40_000
   p = softmax(logits / temperature)
@@ -136,6 +136,7 @@ def test_top_p_counts_within_top_k():
   assert set(draw(logits, 500, top_k=2, top_p=0.6)) == {0, 1}
 
 
+@pytest.mark.once
 def test_no_limit_keeps_ids_of_vanishing_probability():
   logits = np.array([[0, -30, -60]], np.float32)  # the sum of probabilities is 1 after the first
   assert truncate(logits, columns(1, top_k=3)).all()
@@ -160,6 +161,7 @@ def kept_by_sorting(logits, top_k, top_p):
   return set(order[(before < top_p) | (top_p >= 1)]), near
 
 
+@pytest.mark.once
 @settings(max_examples=60, derandomize=True, deadline=None)
 @given(
   st.integers(0, 2**32 - 1),
@@ -205,6 +207,7 @@ def test_the_penalty_divides_positive_logits_of_seen_ids_and_multiplies_others(p
   np.testing.assert_array_equal(drawn, run(want, columns(30, **warm), np.arange(30)).ids)
 
 
+@pytest.mark.once
 def test_seen_ids_are_those_of_the_row_that_is_sampled():
   """Samples come in another order than rows; padding reads a row but harms none."""
   logits, seen = np.zeros((4, V), np.float32), np.zeros((3, V), bool)
@@ -255,6 +258,7 @@ def test_logprobs_are_of_the_raw_logits():
   np.testing.assert_allclose(got.top_logprobs, np.take_along_axis(exact, order, -1), atol=2e-6)
 
 
+@pytest.mark.once
 def test_a_vocabulary_smaller_than_the_most_logprobs_gives_all_it_has():
   params, seen = columns(2, vocab_size=3, logprobs=True), np.zeros((2, 3), bool)
   got = run_all(np.zeros((2, 3), np.float32), params, np.arange(2), seen, np.arange(2))
@@ -276,6 +280,7 @@ def random_columns(rng, num_rows):
   )
 
 
+@pytest.mark.once
 def test_a_token_depends_on_no_batch_mate():
   rng = np.random.default_rng(3)
   num_rows = 17

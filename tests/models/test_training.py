@@ -50,7 +50,11 @@ def served_losses(model, rows):
 
 @pytest.mark.parametrize(
   "num_tokens, changes",
-  [(1, {}), (200, {}), (200, {"sliding_window": 20, "first_window_layer": 1})],
+  [
+    pytest.param(1, {}, marks=pytest.mark.once),
+    pytest.param(200, {}, marks=pytest.mark.slow),
+    (200, {"sliding_window": 20, "first_window_layer": 1}),
+  ],
   ids=["short", "two_blocks", "window"],
 )
 def test_losses_are_those_of_the_served_model(num_tokens, changes):
@@ -74,6 +78,7 @@ def test_a_step_learns_what_it_is_shown():
   assert losses[0] > 4 and losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.once
 def test_only_matrices_decay():
   model = from_arrays(SMALL, random_arrays(SMALL, 0))
   optimizer = make_optimizer(model, SCHEDULE)
@@ -90,6 +95,7 @@ def test_only_matrices_decay():
       np.testing.assert_allclose(update, -rate * param, rtol=1e-5)
 
 
+@pytest.mark.once
 def test_gradients_are_clipped_by_their_global_norm():
   """Adam forgets the scale of all gradients alike, not that of one step among others."""
   model = from_arrays(SMALL, random_arrays(SMALL, 0))

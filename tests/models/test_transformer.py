@@ -101,8 +101,7 @@ def random_ids(config, n, seed=0):
   return [int(i) for i in np.random.default_rng(seed).integers(0, config.vocab_size, n)]
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.quick), True])
 def test_logits_are_those_of_an_independent_llama(tied):
   config = dataclasses.replace(SMALL, tie_embeddings=tied)
   arrays = random_arrays(config, 1)
@@ -185,7 +184,6 @@ def test_an_early_token_still_changes_late_logits(tiny):
   assert np.abs(late - other).max() > 50 * TOLERANCE
 
 
-@pytest.mark.quick
 def test_random_logits_have_a_standard_deviation_of_10():
   for tied in (True, False):
     config = dataclasses.replace(SMALL, tie_embeddings=tied)

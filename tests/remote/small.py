@@ -1,6 +1,4 @@
-"""What tests of pools in processes share: little memory, few requests, kept compilations."""
-
-import pathlib
+"""What tests of pools in processes share: little memory and few requests."""
 
 from engine.pools import Engine, cpus
 
@@ -24,15 +22,6 @@ EXPERIMENT = ExperimentConfig(
   scheduler=SchedulerOptions(token_budget=16),
   cache=CacheConfig(num_rows=2, page_size=8),
 )
-
-
-def kept_compilations(folder: pathlib.Path) -> dict[str, str]:
-  """The environment of workers that keep what they compile, so that the next are soon warm."""
-  return {
-    "JAX_COMPILATION_CACHE_DIR": str(folder),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-  }
 
 
 def mixed_pool(model) -> Engine:

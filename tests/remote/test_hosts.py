@@ -19,7 +19,7 @@ import time
 import numpy as np
 import pytest
 from engine.pools import Engine, make_cluster, request, serve_all
-from remote.small import BUDGET, EXPERIMENT, PAGES, kept_compilations, mixed_pool
+from remote.small import BUDGET, EXPERIMENT, PAGES, mixed_pool
 
 from experiments.program import Progress
 from experiments.serving import check, compare_tokens, machine, run_experiment
@@ -78,14 +78,14 @@ def inside(name):
 
 
 @contextlib.contextmanager
-def waiting_worker(name, address, secret_file, env=os.environ):
+def waiting_worker(name, address, secret_file):
   """A worker that waits on a host until the end."""
   process = subprocess.Popen(
     ["ip", "netns", "exec", name, sys.executable, "-m", "pdjax.engine.worker",
      f"--listen={address}:{PORT}", f"--secret-file={secret_file}"],
     stdout=subprocess.PIPE,
     text=True,
-    env={**env, "PYTHONPATH": str(ROOT)},
+    env={**os.environ, "PYTHONPATH": str(ROOT)},
   )  # fmt: skip
   try:
     assert process.stdout.readline() == f"pdjax worker: waits at {address}:{PORT}\n"
@@ -116,12 +116,11 @@ def secret_file(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def hosts(secret_file, tmp_path_factory):
+def hosts(secret_file):
   """The names of two hosts, with workers that wait; this thread is on the first."""
-  env = os.environ | kept_compilations(tmp_path_factory.mktemp("compiled"))
   with two_namespaces() as names, contextlib.ExitStack() as workers:
     for name, address in zip(names, IPS, strict=True):
-      workers.enter_context(waiting_worker(name, address, secret_file, env))
+      workers.enter_context(waiting_worker(name, address, secret_file))
     with inside(names[0]):
       yield names
 

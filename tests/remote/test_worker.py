@@ -14,7 +14,7 @@ import time
 import numpy as np
 import pytest
 from engine.pools import Engine, make_cluster, request, serve_all
-from remote.small import BUDGET, PAGES, kept_compilations, mixed_pool
+from remote.small import BUDGET, PAGES, mixed_pool
 
 from pdjax.core.clock import WallClock
 from pdjax.core.device_group import DeviceGroup
@@ -44,18 +44,8 @@ def setup(tp, uses, copies, cores):
   )
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-  """Lets workers keep what they compile."""
-  kept = kept_compilations(tmp_path_factory.mktemp("compiled"))
-  with pytest.MonkeyPatch.context() as patch:
-    for name, value in kept.items():
-      patch.setenv(name, value)
-    yield
-
-
 @pytest.fixture(scope="module", params=["shared_memory", "transfer"])
-def pools(request, compiled):
+def pools(request):
   """A prefill pool of one device and a decode pool of two, on cores of their own if there are."""
   cores = sorted(os.sched_getaffinity(0))
   uids = itertools.count(1)

@@ -55,6 +55,7 @@ def test_two_prompts_that_only_fit_singly_both_finish(policy, reservation, swap_
   assert max(preemptions(log).values(), default=0) <= 3
 
 
+@pytest.mark.once
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
   seed=st.integers(0, 999),

@@ -292,18 +292,21 @@ def serve_and_check(case, policy):
 # Random load -------------------------------------------------------------------------------------
 
 
+@pytest.mark.once
 @settings(max_examples=400, derandomize=True, deadline=None)
 @given(cases(list(MIXED)))
 def test_mixed_pools_keep_every_invariant(drawn):
   serve_and_check(*drawn)
 
 
+@pytest.mark.once
 @settings(max_examples=200, derandomize=True, deadline=None)
 @given(cases(["disaggregated"]))
 def test_disaggregated_pools_keep_every_invariant(drawn):
   serve_and_check(*drawn)
 
 
+@pytest.mark.once
 @settings(max_examples=200, derandomize=True, deadline=None)
 @given(
   drawn=cases([*MIXED, "disaggregated", "disaggregated"]),

@@ -39,6 +39,7 @@ def total_s(roofline: Roofline, counts: StepCounts) -> float:
   return roofline.terms_of(counts).total_s
 
 
+@pytest.mark.once
 @rooflines
 @given(start=st.integers(0, 4000), num_tokens=st.integers(1, 4000), more=st.integers(1, 200))
 def test_more_prefill_tokens_take_longer(roofline, start, num_tokens, more):
@@ -55,6 +56,7 @@ def test_a_later_chunk_takes_at_least_as_long(roofline, start, num_tokens, more)
   )
 
 
+@pytest.mark.once
 @rooflines
 @given(positions=st.lists(st.integers(0, 8000), min_size=1, max_size=64))
 def test_decode_takes_longer_with_more_rows_or_longer_contexts(roofline, positions):

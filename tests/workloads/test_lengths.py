@@ -88,6 +88,7 @@ def test_quantiles_hold_within_sampling_error():
   assert abs(np.corrcoef(*columns)[0, 1]) < 0.02  # drawn independently
 
 
+@pytest.mark.once
 def test_between_two_quantiles_the_logarithm_is_uniform():
   family = Quantiles(prompt_tokens=((0, 100), (1, 10_000)), output_tokens=((0, 7), (1, 7)))
   prompts, outputs = zip(*family.pairs(20_000, np.random.default_rng(0)))

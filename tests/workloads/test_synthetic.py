@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -32,6 +34,7 @@ MEANS = {
 TOTALS = {"sharegpt": 8192, "arxiv": 16_384, "humaneval": 2048, "longbench": 2048}
 
 
+@functools.cache
 def draw(name: str, n: int = 40_000) -> np.ndarray:
   """[prompt or output, request]"""
   return np.array(WORKLOADS[name].lengths.pairs(n, np.random.default_rng(0))).T

@@ -242,6 +242,7 @@ HITS = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", FILES)
 def test_a_published_trace_has_the_rows_and_means_that_are_known_of_it(name):
   kind, num_rows, span_s, prompt, output = FILES[name]
