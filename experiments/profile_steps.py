@@ -99,7 +99,8 @@ def time_here(checked: Checked, progress: Progress) -> Timed:
   model = open_checkpoint(checked.path).load(dtype=dtype, target=make_mesh(devices))
   longest = min(pages.capacity_tokens, 4 * checked.budget)
   buckets = default_buckets(pages, whole_budget=longest, chunk_budget=checked.budget)
-  (executor,) = build_executors(model, pages, buckets, [devices], layout=FLAGS.layout)
+  layout = "slots" if pages.contiguous else "paged"
+  (executor,) = build_executors(model, pages, buckets, [devices], layout=layout)
   for line in warm_up([executor], [set(KINDS)]):
     progress.update(f"warm-up: {line}")
   device = checked.device

@@ -292,15 +292,12 @@ class SimWorld:
 
   def executor(self, group: DeviceGroup) -> SimExecutor:
     latency, model = self._latency[group], self.model
-    is_own = self._link in {device.link for device in HARDWARE.values()}
     return SimExecutor(
       step_s=latency.step_s,
       steps_s=latency.steps_s,
       link=self._link,
       bytes_per_token=model.kv_bytes_per_token(self.bytes_per_value),
-      # Each device of a stage sends its kv heads to its counterpart in the other pool, all at once.
-      # A link that no device has inside its node is the node's, one for all of them.
-      num_links=min(group.tp, model.num_kv_heads) if is_own else 1,
+      num_links=num_links(self._link, model, group.tp),
       page_shape=PageShape(
         page_size=self.pages.page_size,
         num_layers=model.num_layers,
@@ -625,6 +622,16 @@ def largest_step(
     whole = scheduler.prefill_budget or sum(longest) + beside
     most.append(scheduler.token_budget if policy.chunks else whole)
   return max(most)
+
+
+def num_links(way: Link, model: ModelConfig, tp: int) -> int:
+  """Over how many such links a stage of `tp` devices sends KV caches at once.
+
+  Each device sends its kv heads to its counterpart in the other pool. A link that no device has
+  inside its node is the node's, one for all of them.
+  """
+  is_own = way in {device.link for device in HARDWARE.values()}
+  return min(tp, model.num_kv_heads) if is_own else 1
 
 
 def _instant(device: Device) -> Device:

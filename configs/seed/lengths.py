@@ -3,7 +3,7 @@
     python -m experiments.compare --config=configs/seed/lengths.py
     python -m experiments.reproduce --figure=seed/lengths
 
-Takes 3 s. Here prompts have 2,048 tokens and answers 128; the second command goes from 128 to
+Takes 5 s. Here prompts have 2,048 tokens and answers 128; the second command goes from 128 to
 16,384, tunes each strategy, and looks for its goodput over links of 10 and 200 Gbit/s.
 """
 

@@ -153,8 +153,6 @@ def _bars(axes, panel: Bars) -> None:
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
     axes.yaxis.set_minor_formatter(lambda y, _: "")
-  if panel.is_stacked:
-    axes.set_ylim(0, 1.4 * max(bottoms))  # with room for the legend
   longest = max(map(len, groups))
   turn = {"rotation": 30, "ha": "right"} if len(groups) * longest > 40 else {}
   axes.set_xticks(range(len(groups)), groups, **turn)

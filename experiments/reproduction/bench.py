@@ -52,10 +52,22 @@ class Point:
       **meanings(self.config),
       "requests": (self.lengths, self.arrivals_s),
       "reduce": f"{self.reduce.__module__}.{self.reduce.__qualname__}",
-      "source": inspect.getsource(inspect.getmodule(self.reduce)),
+      "source": _source(self.reduce),
       "code": code_version(),
     }
     return key_of(parts)
+
+
+def _source(function: Callable) -> list[str]:
+  """All that a function's result depends on in its module: its text, and what it names there."""
+  parts = [inspect.getsource(function)]
+  for name in function.__code__.co_names:
+    value = function.__globals__.get(name)
+    if inspect.isfunction(value) and value.__module__ == function.__module__:
+      parts += _source(value)
+    elif isinstance(value, int | float | str | tuple):
+      parts.append(repr(value))
+  return parts
 
 
 def simulate(point: Point) -> Any:

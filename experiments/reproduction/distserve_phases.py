@@ -216,7 +216,7 @@ def fig10(bench: Bench) -> Found:
     )
     there = published.FIG10_TRANSFER[name]
     marks = [(there[f"p{q}"], q / 100) for q in (50, 90, 95, 99)]
-    series.append(Series(f"OPT-{name}, published percentiles", marks, "published", i))
+    series.append(Series("_", marks, "published", i))
     compared += [
       Compared(f"OPT-{name}: transfer p{q}", there[f"p{q}"], percentile(own, q), "ms")
       for q in (50, 95)
@@ -227,7 +227,8 @@ def fig10(bench: Bench) -> Found:
   panels = [
     Bars("(a) OPT-175B, SYNTHETIC step times", "share of a request's time (%)", list(PHASES),
          values, is_stacked=True),
-    Panel("(b) time of a transfer", "ms", "share of the requests", series, is_log_x=True),
+    Panel("(b) time of a transfer (circles: published)", "ms", "share of the requests", series,
+          is_log_x=True),
   ]  # fmt: skip
   most = max(copy_shares)
   return Found(

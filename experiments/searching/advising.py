@@ -27,6 +27,7 @@ from experiments.searching.goals import (
 from experiments.searching.placing import BASELINE_BUDGETS, Candidate, best_of
 from experiments.searching.probe import unloaded
 from experiments.traffic import Traffic, read_traffic
+from experiments.worlds import num_links
 from pdjax.analysis.placement import Nodes, Shape, shapes
 from pdjax.analysis.rules import Rule, costs_more_than_it_gains, rules
 from pdjax.analysis.targets import Attainment
@@ -139,12 +140,12 @@ class AdviceGoal:
     world = unloaded(config).world
     token_bytes = self.model.kv_bytes_per_token(world.bytes_per_value)
     way = link(config.link)
-    num_links = self._shapes[0].tp
+    at_once = num_links(way, self.model, self._shapes[0].tp)
     return rules(
       self.traffic.sample(config.workload.seed),
       prefill_s=world.alone.prefill_s,
       decode_step_s=world.alone.decode_s(world.pages.num_rows),
-      copy_s=lambda tokens: way.copy_s(tokens * token_bytes / num_links),
+      copy_s=lambda tokens: way.copy_s(tokens * token_bytes / at_once),
       tpot_slo_s=self.asked.config.slo.tpot_s,
     )
 
