@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import io
 import pathlib
+import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -58,16 +59,20 @@ class Point:
     return key_of(parts)
 
 
-def _source(function: Callable) -> list[str]:
-  """All that a function's result depends on in its module: its text, and what it names there."""
-  parts = [inspect.getsource(function)]
-  for name in function.__code__.co_names:
-    value = function.__globals__.get(name)
+def _source(function: Callable) -> dict[str, str]:
+  """What a function's result depends on in its module: its text, and that of all it names there."""
+  found: dict[str, str] = {}
+  todo = [function.__name__]
+  while todo:
+    name = todo.pop()
+    value = function.__globals__[name]
     if inspect.isfunction(value) and value.__module__ == function.__module__:
-      parts += _source(value)
+      found[name] = inspect.getsource(value)
+      words = set(re.findall(r"\w+", found[name])) & function.__globals__.keys()
+      todo += sorted(words - found.keys())
     elif isinstance(value, int | float | str | tuple):
-      parts.append(repr(value))
-  return parts
+      found[name] = repr(value)
+  return found
 
 
 def simulate(point: Point) -> Any:

@@ -6,6 +6,8 @@ import pathlib
 
 import pytest
 
+from experiments.reproduction import reduce
+from experiments.reproduction.bench import _source
 from experiments.reproduction.figure import HOLDS, MISSING, NOT, Compared, Figure, Found, Judged
 from experiments.reproduction.page import Entry, counts, markdown, web_page
 
@@ -73,3 +75,10 @@ def test_a_figure_has_claims_and_a_known_kind(tmp_path: pathlib.Path):
     _figure(kind="guessed")
   with pytest.raises(ValueError, match="claims nothing"):
     _figure(claims=())
+
+
+def test_what_is_kept_depends_on_all_that_its_reducer_names():
+  own = _source(reduce.slowest_micros)
+  assert own.keys() == {"slowest_micros", "_micros", "_tbt_s"}
+  assert _source(reduce.stalls).keys() >= {"stalls", "STALL_PERCENTS"}
+  assert "mooncake" not in _source(reduce.requests)
