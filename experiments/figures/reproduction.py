@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import pathlib
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from experiments.figures.serving import KIND_COLOURS, STYLE, _matplotlib
 # Okabe and Ito's palette
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255")
 DPI = 72
+LETTERS_PER_INCH = 7  # of a title
 SOURCES = {  # how a series is drawn
   "ours": {"linestyle": "-", "marker": ".", "linewidth": 2},
   "long": {"linestyle": ":", "marker": "", "linewidth": 1.5},  # of long runs, another model, ...
@@ -88,6 +90,7 @@ def draw(
       {Bars: _bars, Lanes: _lanes}.get(type(panel), _curves)(axes, panel)
     for axes in every[len(panels) :]:
       axes.set_axis_off()
+    title = textwrap.fill(title, int(LETTERS_PER_INCH * size[0]))
     figure.suptitle(title, x=0.01, ha="left", weight="bold")
     figure.savefig(path, dpi=DPI)
 

@@ -57,6 +57,38 @@ FILES = {
 
 # name: (program, arguments, what the message must hold)
 CASES = {
+  "a profile of a simulation": (
+    "run",
+    ["--backend=sim", "--profile=here"],
+    ["--profile=here", "--backend=jax"],
+  ),
+  "advice on no devices": (
+    "advise",
+    ["--model=llama3-8b", "--workload=sharegpt"],
+    ["--hardware is missing"],
+  ),
+  "advice about no traffic": (
+    "advise",
+    ["--model=llama3-8b", "--hardware=a100", "--devices=2"],
+    ["--workload=NAME or --trace=FILE"],
+  ),
+  "an SLO of no time": (
+    "advise",
+    [
+      "--model=llama3-8b",
+      "--hardware=a100",
+      "--devices=2",
+      "--workload=sharegpt",
+      "--ttft_slo_s=0",
+    ],
+    ["--ttft_slo_s=0.0 must be positive"],
+  ),
+  "no such figure": (
+    "reproduce",
+    ["--figure=distserve/fig88"],
+    ["unknown figure 'distserve/fig88'", "did you mean distserve/fig8"],
+  ),
+  "no figure at all": ("reproduce", [], ["--figure=NAME is missing", "--list"]),
   "no room in the cache": (
     "compare",
     ["--model=tiny", "--set", "cache.max_len=64"],
