@@ -231,3 +231,18 @@ class Progress:
     padding = " " * max(0, self._width - len(text)) if self._is_terminal else ""
     self._width = len(text) if end == "\r" else 0
     print(text + padding, end=end, file=self._stream, flush=True)
+
+
+class Relayed(Progress):
+  """Progress that goes where another's does: to a function, a line at a time, none for good."""
+
+  is_due = True
+
+  def __init__(self, show: Callable[[str], None]):
+    self._show = show
+
+  def update(self, text: str) -> None:
+    self._show(text)
+
+  def done(self, text: str) -> None:
+    self._show(text)

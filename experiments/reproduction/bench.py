@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import io
 import pathlib
 import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from experiments.program import Progress
+from experiments.program import Progress, Relayed
 from experiments.searching.drive import Driver, ProbeCache, RateSearch
 from experiments.searching.probe import code_version, key_of, meanings
 from experiments.serving import Experiment, check, serve_strategy, set_up
@@ -81,7 +80,7 @@ def simulate(point: Point) -> Any:
   Raises:
     ValueError: an experiment that cannot run.
   """
-  silent = Progress(io.StringIO())
+  silent = Relayed(lambda line: None)
   experiment = set_up(check(point.config, pathlib.Path()), silent)
   if point.lengths is not None:
     experiment.requests = [
@@ -90,7 +89,9 @@ def simulate(point: Point) -> Any:
         num_prompt_tokens=prompt_tokens,
         sampling=dataclasses.replace(request.sampling, max_tokens=output_tokens),
       )
-      for request, (prompt_tokens, output_tokens) in zip(experiment.requests, point.lengths)
+      for request, (prompt_tokens, output_tokens) in zip(
+        experiment.requests, point.lengths, strict=True
+      )
     ]
   if point.arrivals_s is not None:
     experiment.requests = [
@@ -157,7 +158,7 @@ class Bench:
 
   def driver(self) -> Driver:
     """What runs searches that begin others, as those for placements do."""
-    return Driver(self._sweep, self._probes, Progress(_Shown(self.show)))
+    return Driver(self._sweep, self._probes, Relayed(self.show))
 
   def search(self, searches: Sequence[RateSearch]) -> None:
     """Brings searches for rates to their ends (`searching.goals.make_search` makes them).
@@ -173,16 +174,3 @@ class Bench:
 
 def _simulate(item: tuple[str, Point]) -> Any:
   return simulate(item[1])
-
-
-class _Shown(io.StringIO):
-  """A stream that goes where the bench's progress does: its lines are not for good."""
-
-  def __init__(self, show: Callable[[str], None]):
-    super().__init__()
-    self._show = show
-
-  def write(self, text: str) -> int:
-    if text.strip():
-      self._show(text.strip())
-    return len(text)

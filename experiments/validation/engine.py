@@ -15,7 +15,7 @@ import numpy as np
 
 from configs.engine_validation import get_config
 from experiments.profiling import Point, padding_of, time_steps
-from experiments.program import Progress
+from experiments.program import Relayed
 from experiments.serving import Experiment, check, serve_strategy, set_up
 from experiments.validation.page import Reached, Section
 from experiments.validation.replay import markdown_table, simulate
@@ -103,7 +103,7 @@ def measure(config: ExperimentConfig, show: Callable[[str], None]) -> tuple[list
   """
   checked = check(config, pathlib.Path())
   try:
-    experiment = set_up(checked, _Shown(show))
+    experiment = set_up(checked, Relayed(show))
     padding = _padding(experiment)
     load_before = os.getloadavg()[0]
     runs = []
@@ -115,7 +115,7 @@ def measure(config: ExperimentConfig, show: Callable[[str], None]) -> tuple[list
         for strategy in config.strategy_names:
           show(f"{strategy} at {load} of capacity, repeat {repeat + 1} of {REPEATS}")
           log = EventLog()
-          serve_strategy(at_rate, strategy, log, _Shown(lambda line: None))
+          serve_strategy(at_rate, strategy, log, Relayed(lambda line: None))
           served.append((strategy, load, at_rate.requests, Measured.of(log, experiment.slo)))
       calibration = calibration_of(experiment, padding, passes)
       for strategy, load, requests, measured in served:
@@ -130,21 +130,6 @@ def measure(config: ExperimentConfig, show: Callable[[str], None]) -> tuple[list
     f"and TPOT {experiment.slo.tpot_s * 1e3:.1f} ms, capacity {experiment.capacity_rps:.1f}/s"
   )
   return runs, label
-
-
-class _Shown(Progress):
-  """Progress that goes where the suite's does."""
-
-  is_due = True
-
-  def __init__(self, show: Callable[[str], None]):
-    self._show = show
-
-  def update(self, text: str) -> None:
-    self._show(text)
-
-  def done(self, text: str) -> None:
-    self._show(text)
 
 
 def with_rate(experiment: Experiment, rate_rps: float) -> Experiment:
@@ -244,7 +229,7 @@ def _time_copies(experiment: Experiment) -> list[Copied]:
     dataclasses.replace(experiment, requests=tuple(requests)),
     "disaggregated",
     log,
-    _Shown(lambda line: None),
+    Relayed(lambda line: None),
   )
   return [event for event in log if isinstance(event, Copied)]
 
