@@ -35,6 +35,7 @@ from experiments.program import (
 )
 from experiments.serving import (
   Checked,
+  Profiled,
   check,
   machine,
   report,
@@ -105,12 +106,21 @@ def _split(names: str) -> tuple[str, ...]:
   return tuple(name.strip() for name in names.split(",")) if names.strip() else ()
 
 
-def run(prepared: tuple[Checked, Checked | None]) -> int:
+def run_as_asked(prepared: tuple[Checked, Checked | None]) -> int:
+  """Runs an experiment with the view and under the profiler that the flags ask for."""
+  return run(prepared, Live() if FLAGS.live else Progress(), _profiled)
+
+
+def run(
+  prepared: tuple[Checked, Checked | None],
+  progress: Progress | None = None,
+  profiled: Profiled = lambda strategy: contextlib.nullcontext(),
+) -> int:
   """Runs an experiment and its twin, prints and writes the report; returns the exit status."""
   checked, twin = prepared
-  progress = Live() if FLAGS.live else Progress()
+  progress = progress or Progress()
   try:
-    experiment = run_experiment(checked, progress, _profiled)
+    experiment = run_experiment(checked, progress, profiled)
     text, data = report(experiment)
     tokens_text, tokens_data, is_wrong = token_report(experiment)
   finally:
@@ -158,4 +168,4 @@ def define_run_flags() -> None:
 if __name__ == "__main__":
   define_run_flags()
   flags.DEFINE_string("strategies", None, "strategies to compare, separated by commas")
-  main(prepare, run)
+  main(prepare, run_as_asked)

@@ -14,7 +14,7 @@ import dataclasses
 from absl import flags
 
 from experiments.catalogue import catalogue
-from experiments.compare import check_with_twin, define_run_flags, run
+from experiments.compare import check_with_twin, define_run_flags, run_as_asked
 from experiments.program import FLAGS, config_from_flags, main
 from experiments.serving import Checked
 from pdjax.config import STRATEGIES
@@ -36,7 +36,7 @@ def prepare() -> tuple[Checked, Checked | None] | None:
 
 def run_or_list(prepared: tuple[Checked, Checked | None] | None) -> int:
   if prepared is not None:
-    return run(prepared)
+    return run_as_asked(prepared)
   print(catalogue())
   return 0
 
