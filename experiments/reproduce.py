@@ -85,6 +85,7 @@ def run(prepared: Prepared | None) -> int:
     data_dir=pathlib.Path(FLAGS.data_dir),
     trace_dir=pathlib.Path(FLAGS.trace_dir),
   )
+  had_runs = (prepared.kept / "points.jsonl").exists()
   entries: list[Entry] = []
   num_failed, was_interrupted, start_s = 0, False, time.monotonic()
   with contextlib.closing(prepared.sweep):
@@ -107,7 +108,7 @@ def run(prepared: Prepared | None) -> int:
       )
       print(_report(entry), flush=True)
   if entries:
-    write_page(entries, prepared.out, time.monotonic() - start_s)
+    write_page(entries, prepared.out, time.monotonic() - start_s, had_runs)
     print(
       f"{counts_line(entries)}\nwrote {prepared.out / 'REPRODUCTION.md'}, and "
       f"{files / 'index.html'} with tables and pictures beside it"
@@ -158,12 +159,12 @@ def _report(entry: Entry) -> str:
   return "\n".join(lines)
 
 
-def write_page(entries: list[Entry], out: pathlib.Path, took_s: float) -> None:
-  """Writes both pages."""
+def write_page(entries: list[Entry], out: pathlib.Path, took_s: float, had_runs: bool) -> None:
+  """Writes both pages. `had_runs`: some were kept from before, and took their time then."""
   quick = " --quick" if FLAGS.quick else ""
   made = (
     f"Made by `python -m experiments.reproduce --figure={FLAGS.figure}{quick}` in "
-    f"{took_s / 60:.1f} minutes, {time.strftime('%d %b %Y')}, on {os.cpu_count()} cores "
+    f"{took_s / 60:.1f} minutes{' beside runs kept from before' if had_runs else ''}, {time.strftime('%d %b %Y')}, on {os.cpu_count()} cores "
     f"({platform.machine()}), {FLAGS.jobs} at work."
   )
   with whole_file(out / "REPRODUCTION.md") as path:
