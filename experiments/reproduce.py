@@ -162,9 +162,10 @@ def _report(entry: Entry) -> str:
 def write_page(entries: list[Entry], out: pathlib.Path, took_s: float, had_runs: bool) -> None:
   """Writes both pages. `had_runs`: some were kept from before, and took their time then."""
   quick = " --quick" if FLAGS.quick else ""
+  beside = " beside runs kept from before" if had_runs else ""
   made = (
     f"Made by `python -m experiments.reproduce --figure={FLAGS.figure}{quick}` in "
-    f"{took_s / 60:.1f} minutes{' beside runs kept from before' if had_runs else ''}, {time.strftime('%d %b %Y')}, on {os.cpu_count()} cores "
+    f"{took_s / 60:.1f} minutes{beside}, {time.strftime('%d %b %Y')}, on {os.cpu_count()} cores "
     f"({platform.machine()}), {FLAGS.jobs} at work."
   )
   with whole_file(out / "REPRODUCTION.md") as path:
