@@ -246,3 +246,21 @@ class Relayed(Progress):
 
   def done(self, text: str) -> None:
     self._show(text)
+
+
+class Silent(Progress):
+  """Progress that nobody sees. Never due, so nothing is made to be shown."""
+
+  is_due = False
+
+  def __init__(self):
+    pass
+
+  def update(self, text: str) -> None:
+    pass
+
+  def done(self, text: str) -> None:
+    pass
+
+
+SILENT = Silent()

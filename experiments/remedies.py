@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import itertools
-import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from configs.hardware import HARDWARE, LINKS, link
-from experiments.program import Progress
-from experiments.serving import Experiment, check, serve_strategy, set_up
+from experiments.serving import Experiment, log_of, unserved
 from experiments.traffic import read_traffic
 from experiments.validation.requests import to_requests
 from pdjax.analysis.diagnose import Cause, Observed, is_troubled, observe
@@ -45,13 +42,10 @@ def simulate(config: ExperimentConfig, requests: Sequence[Request] | None = None
   Raises:
     ValueError: an experiment that cannot run.
   """
-  silent = Progress(io.StringIO())
-  experiment = set_up(check(config, pathlib.Path()), silent)
+  experiment = unserved(config)
   if requests is not None:
     experiment.requests = [dataclasses.replace(r, slo=experiment.slo) for r in requests]
-  log = EventLog()
-  (strategy,) = config.strategy_names
-  serve_strategy(experiment, strategy, log, silent)
+  log = log_of(experiment)
   return Simulated(experiment, log, request_records(log))
 
 

@@ -5,21 +5,20 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import io
 import json
 import os
 import pathlib
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from configs.hardware import HARDWARE, link
 from configs.latency import LATENCY
-from experiments.program import Progress, Status, whole_file
+from experiments.program import SILENT, Progress, Status, whole_file
 from experiments.traffic import Traffic, read_traffic
 from experiments.worlds import World, make_world, typical_pools
 from pdjax.analysis.capacity import capacity_rps, derive_slo
@@ -61,7 +60,7 @@ class Experiment:
   slo: Slo
   rate_rps: float | None
   capacity_rps: float
-  requests: tuple[Request, ...]
+  requests: Sequence[Request]
   runs: dict[str, StrategyRun]
   workload_label: str | None = None
   was_interrupted: bool = False
@@ -174,9 +173,26 @@ def served(config: ExperimentConfig) -> Experiment:
   """
   checked = check(config, pathlib.Path())
   try:
-    return run_experiment(checked, Progress(io.StringIO()))
+    return run_experiment(checked, SILENT)
   finally:
     checked.world.close()
+
+
+def unserved(config: ExperimentConfig) -> Experiment:
+  """An experiment that is set up without a word, and not served yet: its requests may be changed.
+
+  Raises:
+    ValueError: an experiment that cannot run.
+  """
+  return set_up(check(config, pathlib.Path()), SILENT)
+
+
+def log_of(experiment: Experiment) -> EventLog:
+  """Serves an experiment of one strategy without a word; what happened."""
+  (strategy,) = experiment.config.strategy_names
+  log = EventLog()
+  serve_strategy(experiment, strategy, log, SILENT)
+  return log
 
 
 def set_up(checked: Checked, progress: Progress) -> Experiment:

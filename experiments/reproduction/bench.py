@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from experiments.program import Progress, Relayed
 from experiments.searching.drive import Driver, ProbeCache, RateSearch
 from experiments.searching.probe import code_version, key_of, meanings
-from experiments.serving import Experiment, check, serve_strategy, set_up
+from experiments.serving import Experiment, log_of, unserved
 from experiments.sweep import Failure, Sweep
 from pdjax.config import ExperimentConfig
 from pdjax.core.clock import to_ticks
@@ -80,8 +80,7 @@ def simulate(point: Point) -> Any:
   Raises:
     ValueError: an experiment that cannot run.
   """
-  silent = Relayed(lambda line: None)
-  experiment = set_up(check(point.config, pathlib.Path()), silent)
+  experiment = unserved(point.config)
   if point.lengths is not None:
     experiment.requests = [
       dataclasses.replace(
@@ -98,10 +97,7 @@ def simulate(point: Point) -> Any:
       dataclasses.replace(request, arrival_s=to_ticks(arrival_s))
       for request, arrival_s in zip(experiment.requests, point.arrivals_s, strict=True)
     ]
-  log = EventLog()
-  (strategy,) = point.config.strategy_names
-  serve_strategy(experiment, strategy, log, silent)
-  return to_plain(point.reduce(experiment, log))
+  return to_plain(point.reduce(experiment, log_of(experiment)))
 
 
 class Bench:

@@ -19,6 +19,7 @@ from configs.latency import LATENCY
 from configs.models import MODELS
 from experiments.reproduction import reduce
 from experiments.reproduction.bench import Bench, Point, Reduce
+from experiments.reproduction.crossing import Curve
 from experiments.searching.goals import with_pools
 from experiments.searching.probe import unloaded
 from pdjax.analysis.intensity import step_of
@@ -60,16 +61,12 @@ def goodput_rps(runs: Iterable[Run], slo: Slo, share: float = SHARE) -> float | 
   tried, as DistServe's scripts read it. None: it does at the lowest rate already. Where no rate
   failed it is the highest that was tried.
   """
-  last: tuple[float, float] | None = None
-  for run in sorted(runs, key=lambda run: run.rate_rps):
-    attainment = run.attainment(slo)
-    if attainment < share:
-      if last is None:
-        return None
-      rate_rps, before = last
-      return rate_rps + (run.rate_rps - rate_rps) * (before - share) / (before - attainment)
-    last = run.rate_rps, attainment
-  return None if last is None else last[0]
+  ordered = sorted(runs, key=lambda run: run.rate_rps)
+  if not ordered:
+    return None
+  curve = Curve(tuple((run.rate_rps, run.attainment(slo)) for run in ordered))
+  found = curve.crossing(share)
+  return None if found.kind == "below everywhere" else found.x
 
 
 def targets(

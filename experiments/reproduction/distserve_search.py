@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import io
 import pathlib
 import tempfile
 import time
 
 from experiments.figures.reproduction import Bars, Panel, Series, draw
-from experiments.program import Progress
+from experiments.program import SILENT
 from experiments.reproduction import published_distserve as published
 from experiments.reproduction.bench import Bench
 from experiments.reproduction.distserve_systems import (
@@ -168,10 +167,9 @@ def fig12(bench: Bench) -> Found:
 
 def _search_s(goal: PlacementGoal) -> float:
   """Processor seconds of the search, with nothing known before."""
-  silent = Progress(io.StringIO())
   with tempfile.TemporaryDirectory() as folder:
     cache = ProbeCache(pathlib.Path(folder) / "probes.jsonl")
-    driver = Driver(make_sweep(jobs=1, ray=None), cache, silent)
+    driver = Driver(make_sweep(jobs=1, ray=None), cache, SILENT)
     start_s = time.process_time()
     for candidates in goal.candidates().values():
       best_of(goal.asked, candidates, driver, [])

@@ -20,6 +20,7 @@ from configs.models import MODELS
 from experiments.program import ROOT
 from experiments.reproduction import reduce
 from experiments.reproduction.bench import Bench, Point
+from experiments.reproduction.crossing import Crossing, Curve
 from experiments.reproduction.published_distserve import ATTAINMENT
 from experiments.validation import distserve as measured
 from pdjax.config import ExperimentConfig, load_config
@@ -231,45 +232,12 @@ def attainment_percent(columns: Columns, ttft_s: float, tpot_s: float) -> float:
   return 100 * sum(met) / len(met)
 
 
-class Curve(NamedTuple):
-  """Attainment in percent where it gets harder from point to point."""
-
-  points: tuple[tuple[float, float], ...]
-
-  def crossing(self, target: float) -> Crossing:
-    """Where it first falls below the target, linear between points, as the paper's script does."""
-    if self.points[0][1] < target:
-      return Crossing(self.points[0][0], "below everywhere")
-    for (x0, y0), (x1, y1) in zip(self.points, self.points[1:]):
-      if y1 < target:
-        return Crossing(x0 + (x1 - x0) * (y0 - target) / (y0 - y1), "crosses")
-    return Crossing(self.points[-1][0], "above everywhere")
-
-
 def crossing_like(curve: Curve, published: Curve, target: float) -> Crossing:
   """Where ours crosses; of points that were published too where that one crosses nowhere."""
   if published.crossing(target).kind != "crosses":
     xs = {x for x, _ in published.points}
     curve = Curve(tuple(point for point in curve.points if point[0] in xs))
   return curve.crossing(target)
-
-
-class Crossing(NamedTuple):
-  """`x` is the first point of a curve that is below everywhere, as in the paper, and the last of
-  one that is above everywhere.
-  """
-
-  x: float
-  kind: str
-
-  @property
-  def value(self) -> float | None:
-    """None where the curve does not cross."""
-    return self.x if self.kind == "crosses" else None
-
-  def __str__(self) -> str:
-    words = {"below everywhere": "not even ", "above everywhere": "still "}
-    return f"{words.get(self.kind, '')}{self.x:.3g}"
 
 
 def curves_of(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
-import itertools
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -17,9 +15,10 @@ from configs.engine import sarathi_table4 as table4_config
 from experiments.bench_engine import Done
 from experiments.figures.reproduction import Bars, Panel, Series, draw
 from experiments.profiling import padding_of
-from experiments.program import Progress
+from experiments.program import SILENT
 from experiments.reproduction import published_distserve, published_sarathi
 from experiments.reproduction.bench import Bench
+from experiments.reproduction.crossing import Curve
 from experiments.reproduction.engine_steps import at_least, at_most
 from experiments.reproduction.figure import HOLDS, IN_PART, NOT, Compared, Figure, Found, Judged
 from experiments.serving import Checked, Experiment, check, machine, serve_strategy, set_up
@@ -110,12 +109,12 @@ def _experiment(config: ExperimentConfig, bench: Bench) -> Experiment:
     world=SharedWorld(bench.once(open_world)),
     traffic=read_traffic(config.workload),
   )
-  return set_up(checked, Progress(io.StringIO()))
+  return set_up(checked, SILENT)
 
 
 def _served(experiment: Experiment, strategy: str) -> EventLog:
   log = EventLog()
-  serve_strategy(experiment, strategy, log, Progress(io.StringIO()))
+  serve_strategy(experiment, strategy, log, SILENT)
   return log
 
 
@@ -456,12 +455,8 @@ def crossing(points: Sequence[tuple[float, float]], target: float) -> tuple[floa
 
   Where they do not, the last x; where the first is above already, the first.
   """
-  if points[0][1] > target:
-    return points[0][0], True
-  for (x0, y0), (x1, y1) in itertools.pairwise(points):
-    if y1 > target:
-      return x0 + (x1 - x0) * (target - y0) / (y1 - y0), True
-  return points[-1][0], False
+  found = Curve(tuple((x, -y) for x, y in points)).crossing(-target)
+  return found.x, found.kind != "above everywhere"
 
 
 def interference(systems: Mapping[str, System], notes: Sequence[str], label: str) -> Found:

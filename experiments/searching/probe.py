@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
-import io
 import json
 import pathlib
 from collections.abc import Mapping
@@ -14,12 +13,11 @@ from typing import Any
 
 from configs.hardware import HARDWARE, link
 from configs.models import MODELS
-from experiments.program import ROOT, Progress
-from experiments.serving import Experiment, check, serve_strategy, set_up
+from experiments.program import ROOT
+from experiments.serving import Experiment, log_of, unserved
 from experiments.worlds import INSTANT, pools_of
 from pdjax.analysis.targets import Outcome, outcome_of
 from pdjax.config import ExperimentConfig
-from pdjax.core.events import EventLog
 from pdjax.core.names import pick
 from pdjax.core.plain import to_plain
 from pdjax.metrics.latency import RequestRecord, request_records
@@ -143,15 +141,13 @@ def simulate(probe: Probe) -> Outcome:
   Raises:
     ValueError: an experiment that cannot run.
   """
-  silent = Progress(io.StringIO())
-  experiment = set_up(check(probe.at_rate, pathlib.Path()), silent)
+  experiment = unserved(probe.at_rate)
   if probe.half == "prefill":
     experiment.requests = [
       dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, max_tokens=1))
       for r in experiment.requests
     ]
-  log = EventLog()
-  serve_strategy(experiment, probe.strategy, log, silent)
+  log = log_of(experiment)
   records: Mapping[int, RequestRecord] = request_records(log)
   if probe.half == "decode":
     records = {i: _since_arrival(record) for i, record in records.items()}
@@ -175,6 +171,4 @@ def unloaded(config: ExperimentConfig) -> Experiment:
     ValueError: an experiment that cannot run.
   """
   workload = dataclasses.replace(config.workload, num_requests=1, rate_rps=1.0)
-  return set_up(
-    check(dataclasses.replace(config, workload=workload), pathlib.Path()), Progress(io.StringIO())
-  )
+  return unserved(dataclasses.replace(config, workload=workload))

@@ -15,7 +15,7 @@ import numpy as np
 
 from configs.engine_validation import get_config
 from experiments.profiling import Point, padding_of, time_steps
-from experiments.program import Relayed
+from experiments.program import SILENT, Relayed
 from experiments.serving import Experiment, check, serve_strategy, set_up
 from experiments.validation.page import Reached, Section
 from experiments.validation.replay import markdown_table, simulate
@@ -115,7 +115,7 @@ def measure(config: ExperimentConfig, show: Callable[[str], None]) -> tuple[list
         for strategy in config.strategy_names:
           show(f"{strategy} at {load} of capacity, repeat {repeat + 1} of {REPEATS}")
           log = EventLog()
-          serve_strategy(at_rate, strategy, log, Relayed(lambda line: None))
+          serve_strategy(at_rate, strategy, log, SILENT)
           served.append((strategy, load, at_rate.requests, Measured.of(log, experiment.slo)))
       calibration = calibration_of(experiment, padding, passes)
       for strategy, load, requests, measured in served:
@@ -229,7 +229,7 @@ def _time_copies(experiment: Experiment) -> list[Copied]:
     dataclasses.replace(experiment, requests=tuple(requests)),
     "disaggregated",
     log,
-    Relayed(lambda line: None),
+    SILENT,
   )
   return [event for event in log if isinstance(event, Copied)]
 
