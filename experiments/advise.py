@@ -18,12 +18,8 @@ wrong input; 130: interrupted.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import pathlib
-import sys
-import time
 from typing import NamedTuple
 
 from absl import flags
@@ -31,21 +27,17 @@ from absl import flags
 from configs.hardware import link
 from experiments.program import (
   FLAGS,
-  Progress,
   config_from_flags,
   define_flags,
   main,
   out_folder,
-  whole_file,
 )
 from experiments.searching.advising import AdviceGoal
-from experiments.searching.drive import Driver, ProbeCache
-from experiments.searching.goals import Asked, caveats_of
-from experiments.searching.probe import code_version
+from experiments.searching.carrying_out import carry_out
+from experiments.searching.goals import Asked
 from experiments.sweep import Sweep, make_sweep
 from experiments.traffic import read_traffic
 from pdjax.analysis.targets import Attainment
-from pdjax.core.plain import to_plain
 
 
 class Prepared(NamedTuple):
@@ -97,51 +89,24 @@ def prepare() -> Prepared:
 
 def run(prepared: Prepared) -> int:
   """Searches, prints and writes the advice; returns the exit status."""
-  goal, out, progress = prepared.goal, prepared.out, Progress()
-  out.mkdir(parents=True, exist_ok=True)
-  driver = Driver(prepared.sweep, ProbeCache(out / "probes.jsonl"), progress)
-  was_interrupted = False
-  with contextlib.closing(prepared.sweep):
-    try:
-      goal.run(driver, progress)
-    except KeyboardInterrupt:
-      was_interrupted = True
-      progress.done("interrupted: reporting what was found so far")
-  text, data = goal.report()
-  config = goal.asked.config
-  print(f"\n== {config.model} on {FLAGS.devices} x {config.hardware}, simulated ==")
-  print(text)
-  caveats = caveats_of(driver.searches)
-  if caveats:
-    print(f"  Not shown: {'; '.join(caveats)}.")
-  data |= {
-    "caveats": caveats,
-    "config": to_plain(config),
-    "code": code_version(),
-    "interrupted": was_interrupted,
-    "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-  }
-  with whole_file(out / "advice.json") as path:
-    path.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
-  files = ["advice.json"]
-  if goal.ranked and not was_interrupted:
+  goal, config = prepared.goal, prepared.goal.asked.config
+
+  def write_config(out: pathlib.Path) -> list[str]:
+    if not goal.ranked:
+      return []
     goal.write_config(out / "advised.py")
-    files.append("advised.py")
-  try:
-    files += goal.draw(out)
-  except ImportError as error:
-    print(f"no pictures: {error}")
-  print(
-    f"{driver.num_simulated} probes simulated, {driver.num_reused} known before; wrote "
-    f"{', '.join(files)} to {out}"
+    return ["advised.py"]
+
+  return carry_out(
+    goal,
+    prepared.sweep,
+    prepared.out,
+    name="advice",
+    title=f"{config.model} on {FLAGS.devices} x {config.hardware}",
+    config=config,
+    has_found=lambda searches: bool(goal.ranked),
+    write_more=write_config,
   )
-  if was_interrupted:
-    print(f"run it again with --out={out} to go on", file=sys.stderr)
-    return 130
-  failed = [search for search in driver.searches if search.failure is not None]
-  for search in failed:
-    print(f"FAILED {search.name}: {search.failure.message}", file=sys.stderr)
-  return int(bool(failed) or not goal.ranked)
 
 
 if __name__ == "__main__":

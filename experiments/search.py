@@ -31,12 +31,8 @@ probe failed; 2: wrong input; 130: interrupted, with what was found until then.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import pathlib
-import sys
-import time
 
 from absl import flags
 
@@ -44,18 +40,15 @@ from configs.hardware import link
 from configs.slos import SLOS
 from experiments.program import (
   FLAGS,
-  Progress,
   config_from_flags,
   define_flags,
   main,
   out_folder,
-  whole_file,
 )
 from experiments.searching.budgeting import BudgetGoal
-from experiments.searching.drive import Driver, ProbeCache
-from experiments.searching.goals import Asked, Goal, StrategiesGoal, caveats_of, with_slo
+from experiments.searching.carrying_out import carry_out
+from experiments.searching.goals import Asked, Goal, StrategiesGoal, with_slo
 from experiments.searching.placing import AFFINITIES, PlacementGoal
-from experiments.searching.probe import code_version
 from experiments.searching.replanning import ReplanGoal
 from experiments.sweep import Sweep, make_sweep
 from experiments.traffic import read_traffic
@@ -65,7 +58,6 @@ from pdjax.analysis.targets import Attainment, Stalls, Target
 from pdjax.config import ExperimentConfig
 from pdjax.core.events import read_events
 from pdjax.core.names import pick
-from pdjax.core.plain import to_plain
 
 GOALS = ("capacity", "goodput", "placement", "budget", "replan")
 
@@ -210,56 +202,16 @@ _GOALS = {
 
 def run(prepared: Prepared) -> int:
   """Searches, prints and writes the report; returns the exit status."""
-  goal, out, progress = prepared.goal, prepared.out, Progress()
-  out.mkdir(parents=True, exist_ok=True)
-  cache = ProbeCache(out / "probes.jsonl")
-  if len(cache):
-    progress.done(f"{len(cache)} probes of {out / 'probes.jsonl'} are known")
-  was_interrupted = False
-  driver = Driver(prepared.sweep, cache, progress)
-  with contextlib.closing(prepared.sweep):
-    try:
-      goal.run(driver, progress)
-    except KeyboardInterrupt:
-      was_interrupted = True
-      progress.done("interrupted: reporting what was found so far")
-  text, data = goal.report()
-  caveats = caveats_of(driver.searches)
-  print(
-    f"\n== {prepared.name}: {prepared.config.model} on {prepared.config.hardware}, simulated =="
+  config = prepared.config
+  return carry_out(
+    prepared.goal,
+    prepared.sweep,
+    prepared.out,
+    name="search",
+    title=f"{prepared.name}: {config.model} on {config.hardware}",
+    config=config,
+    more={"goal": prepared.name},
   )
-  print(text)
-  if caveats:
-    print(f"  Not shown: {'; '.join(caveats)}.")
-  failed = [search for search in driver.searches if search.failure is not None]
-  data = {
-    "goal": prepared.name,
-    **data,
-    "caveats": caveats,
-    "config": to_plain(prepared.config),
-    "code": code_version(),
-    "num_probes": {"simulated": driver.num_simulated, "known": driver.num_reused},
-    "interrupted": was_interrupted,
-    "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-  }
-  with whole_file(out / "search.json") as path:
-    path.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
-  files = ["search.json", *(["probes.jsonl"] if len(cache) else [])]
-  try:
-    files += goal.draw(out)
-  except ImportError as error:
-    print(f"no pictures: {error}")
-  print(
-    f"{driver.num_simulated} probes simulated, {driver.num_reused} known before; wrote "
-    f"{', '.join(files)} to {out}"
-  )
-  for search in failed:
-    print(f"FAILED {search.name}: {search.failure.message}", file=sys.stderr)
-  if was_interrupted:
-    print(f"run it again with --out={out} to go on", file=sys.stderr)
-    return 130
-  found_any = any(search.passed_rps is not None for search in driver.searches)
-  return int(bool(failed) or not found_any)
 
 
 if __name__ == "__main__":

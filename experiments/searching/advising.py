@@ -44,21 +44,24 @@ OTHER_LINKS = ("10gbps", "100gbps", "nvlink")
 
 
 class Setting(NamedTuple):
-  """A strategy with its knobs, on all devices. `unit` of its pools `times` make the whole."""
+  """A strategy with its knobs, on all devices: `parts` of pools (shape, role, how many), so many
+  `times`.
+  """
 
   kind: str
-  unit: str  # as `parse_pools` reads it
+  parts: tuple[tuple[Shape, str, int], ...]
   times: int
-  token_budget: int | None
+  token_budget: int | None = None
+
+  def text(self, times: int) -> str:
+    """So many of its parts, as `parse_pools` reads it."""
+    policy = POLICY.get(self.kind)
+    return ",".join(shape.text(role, times * n, policy) for shape, role, n in self.parts)
 
   @property
   def pools(self) -> str:
     """All of them."""
-    items = []
-    for item in self.unit.split(","):
-      count, rest = item.split("x", 1)
-      items.append(f"{int(count) * self.times}x{rest}")
-    return ",".join(items)
+    return self.text(self.times)
 
   @property
   def label(self) -> str:
@@ -161,19 +164,19 @@ class AdviceGoal:
       if self._num_devices % shape.tp == 0
     ]
     settings: dict[str, list[Setting]] = {}
-    for kind, policy in POLICY.items():
+    for kind in POLICY:
       settings[kind] = [
-        Setting(kind, shape.text("mixed", policy=policy), count, budget)
+        Setting(kind, ((shape, "mixed", 1),), count, budget)
         for shape, count in alone
         for budget in (budgets if kind == "chunked" else [None])
       ]
     settings["disaggregated"] = [
-      Setting("disaggregated", unit, times, None) for unit, times in self._pairs()
+      Setting("disaggregated", parts, times) for parts, times in self._pairs()
     ]
     return settings
 
-  def _pairs(self) -> Iterator[tuple[str, int]]:
-    """Ratios of prefill to decode pools that use all devices; equal ones as one unit, repeated."""
+  def _pairs(self) -> Iterator[tuple[tuple[tuple[Shape, str, int], ...], int]]:
+    """Ratios of prefill to decode pools that use all devices: in lowest terms, and how often."""
     for prefill in self._shapes:
       for decode in self._shapes:
         for num_prefill in range(1, self._num_devices // prefill.tp + 1):
@@ -182,15 +185,15 @@ class AdviceGoal:
             continue
           num_decode = left // decode.tp
           times = math.gcd(num_prefill, num_decode)
-          yield (
-            f"{prefill.text('prefill', num_prefill // times)},"
-            f"{decode.text('decode', num_decode // times)}",
-            times,
+          parts = (
+            (prefill, "prefill", num_prefill // times),
+            (decode, "decode", num_decode // times),
           )
+          yield parts, times
 
   def config_of(self, setting: Setting, *, whole: bool = True) -> ExperimentConfig:
-    """The experiment under a setting, with one unit of its pools or all."""
-    config = with_pools(self.asked.config, setting.pools if whole else setting.unit)
+    """The experiment under a setting, with its parts once or all of its pools."""
+    config = with_pools(self.asked.config, setting.text(setting.times if whole else 1))
     if setting.token_budget is None:
       return config
     scheduler = dataclasses.replace(config.scheduler, token_budget=setting.token_budget)
@@ -345,7 +348,11 @@ class AdviceGoal:
     data = {
       "num_devices": self._num_devices,
       "rules": [rule._asdict() for rule in self.rules],
-      "ranked": [s._asdict() | {"goodput_rps": self.finals[s].passed_rps} for s in self.ranked],
+      "ranked": [
+        {"kind": s.kind, "pools": s.pools, "token_budget": s.token_budget,
+         "goodput_rps": self.finals[s].passed_rps}
+        for s in self.ranked
+      ],
       "flips": [{"what": f.what, "flips": f.flips, "searches": [data_of(s) for s in f.searches]}
                 for f in self.flips],
       "searches": {kind: [data_of(s) for s in own] for kind, own in self.searches.items()},

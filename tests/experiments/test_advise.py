@@ -18,6 +18,7 @@ from experiments.searching.advising import (
 from experiments.searching.drive import Driver, ProbeCache
 from experiments.searching.goals import Asked
 from experiments.sweep import Serial
+from pdjax.analysis.placement import Shape
 from pdjax.analysis.targets import Attainment, Outcome, Stalls
 from pdjax.config import (
   CacheConfig,
@@ -96,9 +97,8 @@ def test_every_setting_uses_all_devices_and_ratios_come_once():
 
 
 def test_a_unit_and_its_times_are_all_pools():
-  assert Setting("disaggregated", "1xprefill:tp2,2xdecode", 3, None).pools == (
-    "3xprefill:tp2,6xdecode"
-  )
+  parts = ((Shape(tp=2), "prefill", 1), (Shape(), "decode", 2))
+  assert Setting("disaggregated", parts, 3).pools == "3xprefill:tp2,6xdecode"
 
 
 @pytest.mark.parametrize("best", ["continuous", "chunked", "disaggregated"])
@@ -165,11 +165,12 @@ def test_a_config_as_python_is_the_same_config(name, tmp_path):
 
 
 def test_the_like_of_it_in_vllm_names_what_differs():
-  chunked = Setting("chunked", "1xmixed:tp2:sarathi", 2, 512)
+  chunked = Setting("chunked", ((Shape(tp=2), "mixed", 1),), 2, 512)
   (line,) = vllm_commands(chunked, CONFIG, 1020)
   assert line.startswith("2 x vllm serve meta-llama/Meta-Llama-3-8B")
   assert "--tensor-parallel-size 2" in line and "--max-num-batched-tokens 512" in line
-  pair = vllm_commands(Setting("disaggregated", "1xprefill,1xdecode", 1, None), CONFIG, 1020)
+  parts = ((Shape(), "prefill", 1), (Shape(), "decode", 1))
+  pair = vllm_commands(Setting("disaggregated", parts, 1), CONFIG, 1020)
   assert ["kv_producer" in line for line in pair] == [True, False]
   assert ["kv_consumer" in line for line in pair] == [False, True]
 

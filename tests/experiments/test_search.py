@@ -24,6 +24,7 @@ from configs.hardware import HARDWARE, LINKS
 from configs.latency import LATENCY
 from experiments import search
 from experiments.program import Progress
+from experiments.searching import carrying_out
 from experiments.searching import probe as probe_module
 from experiments.searching.budgeting import TILE, BudgetGoal
 from experiments.searching.drive import LONGER, NUM_DRAWS, Driver, ProbeCache, RateSearch
@@ -339,7 +340,7 @@ def test_searches_that_ask_for_the_same_share_it(tmp_path):
 @pytest.mark.once
 def test_an_interrupted_search_reports_and_goes_on(tmp_path, monkeypatch, capsys):
   def run(simulate) -> tuple[int, dict]:
-    monkeypatch.setattr(search, "Driver", functools.partial(Driver, simulate=simulate))
+    monkeypatch.setattr(carrying_out, "Driver", functools.partial(Driver, simulate=simulate))
     goal = StrategiesGoal(asked(tmp_path))
     prepared = search.Prepared(
       name="goodput", goal=goal, config=small(), out=tmp_path, sweep=Serial()
