@@ -10,6 +10,7 @@ import dataclasses
 import shutil
 
 from experiments.program import Progress, Status
+from pdjax.analysis.verdict import time_text
 from pdjax.core.events import Arrived, EventLog, Failed, Finished, each_step
 from pdjax.metrics.latency import percentiles
 from pdjax.serving.cluster import Pool
@@ -155,6 +156,4 @@ def _page_share(pool: Pool) -> float:
 
 
 def _time(value_s: float | None) -> str:
-  if value_s is None:
-    return "n/a"
-  return f"{value_s:.2f} s" if value_s >= 1 else f"{value_s * 1e3:.0f} ms"
+  return "n/a" if value_s is None else time_text(value_s)

@@ -56,7 +56,11 @@ PAGE_SIZE, MEASURED_ROWS, MEASURED_CHUNK = 16, 16, 128  # of the steps that are 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-  """A pool and the steps that it is asked about. `kv_dtype` None: as the device's other values."""
+  """A pool and the steps that it is asked about. `kv_dtype` None: as the device's other values.
+
+  Raises:
+    ValueError: nothing is known of the model on such devices, or of another type for K and V.
+  """
 
   model: ModelConfig
   device: Device
@@ -68,13 +72,12 @@ class Case:
   batch: int
   context: int
   kv_dtype: str | None = None
+  latency: LatencyModel = dataclasses.field(init=False, repr=False)
 
-  @property
-  def latency(self) -> LatencyModel:
-    """
-    Raises:
-      ValueError: nothing is known of the model on such devices, or of another type for K and V.
-    """
+  def __post_init__(self):
+    object.__setattr__(self, "latency", self._make_latency())
+
+  def _make_latency(self) -> LatencyModel:
     make = pick(LATENCY, self.latency_name, "latency model")
     way = self.device.link or link(self.link_name)
     own = make(self.model, self.device, self.tp, 1, way)
@@ -168,8 +171,6 @@ def prepare() -> tuple[Case, list[tuple[str, Case]], pathlib.Path]:
       shown = value.name if name == "device" else value
       label = "hardware" if name == "device" else name
       others.append((f"{label}={shown}", dataclasses.replace(base, **{name: value})))
-  for _, case in [("", base), *others]:
-    case.steps()  # or its ValueError, before anything is printed
   return base, others, out
 
 
@@ -198,19 +199,20 @@ def run(prepared: tuple[Case, list[tuple[str, Case]], pathlib.Path]) -> int:
   measured = measure(base, Progress()) if FLAGS.measure else None
   if measured is not None:
     print(f"\n{measured.label}\n{text_table(measured.rows())}")
+  swept = [(case, list(sweep(case))) for case in (base, *(case for _, case in others))]
   out.mkdir(parents=True, exist_ok=True)
   with whole_file(out / "roofline.csv") as path, open(path, "w", newline="") as file:
     writer = csv.writer(file)
     writer.writerow(("hardware", "tp", "kind", "tokens", "rows", "context", "operator", "flops",
                      "bytes", "flop_per_byte", "time_s"))  # fmt: skip
-    for _, case in [("", base), *others]:
-      writer.writerows(_csv_rows(case))
+    for case, steps in swept:
+      writer.writerows(_csv_rows(case, steps))
   files = ["roofline.csv"]
   try:
     from experiments.figures.roofline import draw_roofline
 
     with whole_file(out / "roofline.png") as path:
-      draw_roofline([base, *(case for _, case in others)], measured, path)
+      draw_roofline([case for case, _ in swept], swept[0][1], measured, path)
     files.append("roofline.png")
   except ImportError as error:
     print(f"no picture: {error}")
@@ -296,8 +298,12 @@ def _what_if_rows(base: Case, others: Sequence[tuple[str, Case]]) -> list[tuple[
   return rows
 
 
-def sweep(case: Case) -> Iterator[tuple[str, int, int, StepProfile]]:
-  """Steps over tokens and rows: kind, prompt tokens, rows, step."""
+Swept = tuple[str, int, int, StepProfile]
+"""Of a sweep: kind, prompt tokens, rows, step."""
+
+
+def sweep(case: Case) -> Iterator[Swept]:
+  """Steps over tokens and rows."""
   for exponent in range(15):
     tokens = 1 << exponent
     if tokens <= MOST_TOKENS:
@@ -315,8 +321,8 @@ def sweep(case: Case) -> Iterator[tuple[str, int, int, StepProfile]]:
       yield "decode", 0, tokens, case.profile(rows=tokens, context=case.context)
 
 
-def _csv_rows(case: Case) -> Iterator[tuple]:
-  for kind, tokens, rows, profile in sweep(case):
+def _csv_rows(case: Case, steps: Sequence[Swept]) -> Iterator[tuple]:
+  for kind, tokens, rows, profile in steps:
     for op in profile.ops:
       yield (case.device.name, case.tp, kind, tokens, rows, case.context, op.name, op.flops,
              op.num_bytes, op.flop_per_byte, op.time_s)  # fmt: skip

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 from experiments.figures.reproduction import COLOURS
 from experiments.figures.serving import KIND_COLOURS, STYLE, _matplotlib
-from pdjax.analysis.intensity import ridge
+from pdjax.analysis.intensity import StepProfile, ridge
 from pdjax.core.costs import KINDS as OP_KINDS
 
 LINES = ("-", "--", "-.", ":")
@@ -15,12 +16,17 @@ MARKS = {"prefill": "o", "chunk": "^", "decode": "s", "mixed": "D"}
 COLOURS_OF = {**KIND_COLOURS, "chunk": "#CC79A7"}
 
 
-def draw_roofline(cases: Sequence, measured, path: pathlib.Path) -> None:
+def draw_roofline(
+  cases: Sequence[Any],
+  steps: Sequence[tuple[str, int, int, StepProfile]],
+  measured: Any,
+  path: pathlib.Path,
+) -> None:
   """Writes three panels: steps under the roofs of all cases; the base's prefill over its tokens and
   decode over its rows, by kind of operator. Measured steps have a roof of their own.
-  """
-  from experiments.roofline import sweep
 
+  `cases` (the base first), its `steps` and `measured` are those of `experiments.roofline`.
+  """
   mpl = _matplotlib()
   base = cases[0]
   with mpl.rc_context(STYLE):
@@ -34,7 +40,6 @@ def draw_roofline(cases: Sequence, measured, path: pathlib.Path) -> None:
     roof.axvline(own.achieved, color="#888888", linewidth=1, linestyle=":")
     roof.text(own.achieved, roof.get_ylim()[0], " achieved ridge", rotation=90, va="bottom",
               fontsize="small", color="#555555")  # fmt: skip
-    steps = list(sweep(base))
     for kind, mark in MARKS.items():
       points = [(p.flop_per_byte, p.flops / p.step_s / 1e12) for k, _, _, p in steps if k == kind]
       roof.plot(*zip(*points), mark, color=COLOURS_OF[kind], label=kind, markersize=6,

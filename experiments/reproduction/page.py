@@ -60,9 +60,8 @@ def markdown(entries: Sequence[Entry], folder: str, made: str) -> str:
   """The page; pictures and tables lie in `folder` beside it. `made` says when, where and how."""
   parts = ["# Reproduction", *INTRO, made, f"**{counts_line(entries)}**"]
   rows = [("figure", "kind", "verdicts", "against published numbers")]
-  for figure, found, *_ in (ordered := _ordered(entries)):
-    entry = next(e for e in entries if e.figure is figure)
-    own = counts([entry])
+  for entry in (ordered := _ordered(entries)):
+    figure, found, own = entry.figure, entry.found, counts([entry])
     rows.append(
       (
         f"[{figure.name}](#{_anchor(figure)})",

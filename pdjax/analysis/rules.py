@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from pdjax.analysis.verdict import time_text
 from pdjax.metrics.latency import percentile
 
 SHORT_TOKENS = 512
@@ -54,8 +55,8 @@ def rules(
     Rule(
       "transfer",
       copy < compute,
-      f"the KV cache of a median prompt ({median:.0f} tokens) takes {_ms(copy)} over the link, its "
-      f"prefill {_ms(compute)}: "
+      f"the KV cache of a median prompt ({median:.0f} tokens) takes {time_text(copy)} over the "
+      f"link, its prefill {time_text(compute)}: "
       + (
         "the copy can hide behind the prefill"
         if copy < compute
@@ -71,15 +72,16 @@ def rules(
     Rule(
       "interference",
       stall_s > FEW_STEPS * decode_step_s,
-      f"a long prompt (90th percentile, {long:.0f} tokens) holds up decodes for {_ms(stall_s)}, "
-      f"{stall_s / decode_step_s:.1f} decode steps of {_ms(decode_step_s)}",
+      f"a long prompt (90th percentile, {long:.0f} tokens) holds up decodes for "
+      f"{time_text(stall_s)}, {stall_s / decode_step_s:.1f} decode steps of "
+      f"{time_text(decode_step_s)}",
     ),
     Rule(
       "target",
       gap_s > tpot_slo_s,
-      f"a decode step with that prompt before it takes {_ms(gap_s)}, "
+      f"a decode step with that prompt before it takes {time_text(gap_s)}, "
       + ("more" if gap_s > tpot_slo_s else "less")
-      + f" than the target between tokens, {_ms(tpot_slo_s)}",
+      + f" than the target between tokens, {time_text(tpot_slo_s)}",
     ),
   ]
 
@@ -96,7 +98,3 @@ def costs_more_than_it_gains(found: Sequence[Rule]) -> str | None:
     return None
   why = "; ".join(by_name[name].says for name in (*cheap, *calm))
   return f"Disaggregation costs more than it gains here: {why}."
-
-
-def _ms(value_s: float) -> str:
-  return f"{value_s * 1e3:.3g} ms" if value_s < 1 else f"{value_s:.3g} s"

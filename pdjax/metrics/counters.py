@@ -18,8 +18,7 @@ from pdjax.core.events import (
   Step,
   Stroke,
 )
-from pdjax.core.model_config import ModelConfig
-from pdjax.metrics.utilisation import step_work
+from pdjax.metrics.utilisation import Work
 
 
 class Peaks(NamedTuple):
@@ -54,24 +53,17 @@ class _Filled:
 
 
 def step_counts(
-  log: Iterable[Event],
-  config: ModelConfig | None = None,
-  *,
-  bytes_per_value: float = 2,
-  peaks: Mapping[str, Peaks] | None = None,
+  works: Iterable[tuple[Step | Stroke, Work]], *, peaks: Mapping[str, Peaks] | None = None
 ) -> Iterator[Count]:
-  """Tokens of each step, and with a model its FLOP/s and bytes/s: in percent of `peaks` for pools
-  that have some. 0 while a pool has no step.
+  """Tokens of each step, and where its work has them FLOP/s and bytes/s: in percent of `peaks` for
+  pools that have some. 0 while a pool has no step. `works` are those of `utilisation`.
   """
   last_end_s: dict[str, float] = {}
   names: dict[str, tuple[str, ...]] = {}
-  for event in log:
-    if not isinstance(event, Step | Stroke):
-      continue
+  for event, work in works:
     pool = event.pool
     if pool in last_end_s and last_end_s[pool] < event.start_s:
       yield from _nothing(last_end_s[pool], pool, names[pool])
-    work = step_work(event, config, bytes_per_value=bytes_per_value)
     per_step = work.num_steps
     yield Count(
       event.start_s,
@@ -83,7 +75,7 @@ def step_counts(
       },
     )
     names[pool] = ("tokens per step",)
-    if config is not None and work.busy_s:
+    if work.flops_per_s is not None:
       peak = (peaks or {}).get(pool)
       for name, value, most in (
         ("FLOP/s", work.flops_per_s, peak and peak.flops_per_s),

@@ -25,7 +25,7 @@ from pdjax.core.events import (
 )
 from pdjax.core.model_config import ModelConfig
 from pdjax.metrics.counters import Count, Peaks, fill_counts, step_counts
-from pdjax.metrics.utilisation import step_work
+from pdjax.metrics.utilisation import Work, works
 
 
 def _ns(time_s: float) -> int:
@@ -64,12 +64,11 @@ def chrome_trace(
   handoff_pid = len(pids) + 1
   names = {0: "run"} | {pid: f"pool {pool}" for pool, pid in pids.items()}
   names[handoff_pid] = "hand-off"
-  rows: list[dict[str, Any]] = []
+  worked = list(works(log, config, bytes_per_value=bytes_per_value))
+  rows = [_step_row(step, work, pids[step.pool]) for step, work in worked]
 
   for event in log:
     match event:
-      case Step() | Stroke():
-        rows.append(_step_row(event, pids[event.pool], config, bytes_per_value))
       case Preempted() | Failed():
         failed = isinstance(event, Failed)
         in_pool = event.pool is not None
@@ -98,15 +97,14 @@ def chrome_trace(
             "args": {"role": event.role, "is_up": event.is_up},
           }
         )
-      case Copied() | Fetched() | Arrived() | Finished():
-        pass  # copies below: they need the steps on both sides; the rest shows in the steps
+      case Step() | Stroke() | Copied() | Fetched() | Arrived() | Finished():
+        pass  # steps above, copies below, with the steps on both sides; the rest shows in these
 
-  how = dict(bytes_per_value=bytes_per_value, peaks=peaks)
-  counts = (*step_counts(log, config, **how), *fill_counts(log, page_size=page_size))
+  counts = (*step_counts(worked, peaks=peaks), *fill_counts(log, page_size=page_size))
   rows += [_count_row(count, pids[count.pool]) for count in counts]
   copies = sorted((e for e in log if isinstance(e, Copied)), key=lambda c: c.begin_s)
   lanes = _lanes(copies)
-  ends = _step_before_and_after(copies, [e for e in log if isinstance(e, Step | Stroke)])
+  ends = _step_before_and_after(copies, [step for step, _ in worked])
   for number, (copy, lane, (before, after)) in enumerate(zip(copies, lanes, ends, strict=True)):
     rows += _copy_rows(copy, number, handoff_pid, lane, before, after, pids)
 
@@ -163,11 +161,8 @@ def write_chrome_trace(
   pathlib.Path(path).write_text(json.dumps(trace, separators=(",", ":")))
 
 
-def _step_row(
-  step: Step | Stroke, pid: int, config: ModelConfig | None, bytes_per_value: float
-) -> dict[str, Any]:
+def _step_row(step: Step | Stroke, work: Work, pid: int) -> dict[str, Any]:
   is_stroke = isinstance(step, Stroke)
-  work = step_work(step, config, bytes_per_value=bytes_per_value)
   args = {
     "step_id": step.step_id,
     "steps": work.num_steps,
@@ -176,7 +171,7 @@ def _step_row(
     "tokens": work.num_tokens,
     "emitted": work.num_decode_tokens if is_stroke else len(step.emitted_ids),
   }
-  if config is not None:
+  if work.flops is not None:
     args |= {
       "flops": work.flops,
       "bytes": work.num_bytes,

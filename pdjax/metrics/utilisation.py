@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from pdjax.core.costs import StepCounts, count_slices, later, step_costs, total_bytes, total_flops
 from pdjax.core.events import Arrived, Copied, Event, Step, Stroke
@@ -112,6 +112,15 @@ def step_work(
   )
 
 
+def works(
+  log: Iterable[Event], config: ModelConfig | None = None, *, bytes_per_value: float = 2
+) -> Iterator[tuple[Step | Stroke, Work]]:
+  """The steps and strokes of a log, each with its work."""
+  for event in log:
+    if isinstance(event, Step | Stroke):
+      yield event, step_work(event, config, bytes_per_value=bytes_per_value)
+
+
 def _cost(counts: StepCounts, config: ModelConfig, bytes_per_value: float) -> tuple[int, float]:
   ops = step_costs(
     counts,
@@ -140,11 +149,9 @@ def pool_usage(
   """The usage of each pool that made a step, in order of first step. Does not change the log."""
   log = list(log)
   by_pool: dict[str, dict[str, Work]] = {}
-  for step in log:
-    if isinstance(step, Step | Stroke):
-      work = step_work(step, config, bytes_per_value=bytes_per_value)
-      kinds = by_pool.setdefault(step.pool, {})
-      kinds[step.kind] = kinds[step.kind] + work if step.kind in kinds else work
+  for step, work in works(log, config, bytes_per_value=bytes_per_value):
+    kinds = by_pool.setdefault(step.pool, {})
+    kinds[step.kind] = kinds[step.kind] + work if step.kind in kinds else work
   run_s = span_s(log)
   return {
     pool: PoolUsage(

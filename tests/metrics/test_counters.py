@@ -11,7 +11,7 @@ from pdjax.core.clock import VirtualClock
 from pdjax.core.events import EventLog
 from pdjax.core.model_config import TINY
 from pdjax.metrics.counters import Peaks, fill_counts, step_counts
-from pdjax.metrics.utilisation import pool_usage
+from pdjax.metrics.utilisation import pool_usage, works
 from pdjax.serving.loop import Inbox, serve
 
 pytestmark = pytest.mark.quick
@@ -64,7 +64,7 @@ def test_what_a_pool_does_adds_up_to_what_it_did():
   cluster, log = make_cluster("chunked"), EventLog()
   for _ in serve(cluster, Inbox(make_requests(30, seed=4)), VirtualClock(), log):
     pass
-  counts = list(step_counts(log, TINY, bytes_per_value=4))
+  counts = list(step_counts(works(log, TINY, bytes_per_value=4)))
   for pool, usage in pool_usage(log, TINY, bytes_per_value=4).items():
     own = sorted((c for c in counts if c.pool == pool and c.name == "FLOP/s"), key=_time)
     flops = sum(a.values[""] * (b.time_s - a.time_s) for a, b in itertools.pairwise(own))
@@ -80,8 +80,8 @@ def test_with_peaks_it_is_percent_of_them():
   cluster, log = make_cluster("chunked"), EventLog()
   for _ in serve(cluster, Inbox(make_requests(5, seed=5)), VirtualClock(), log):
     pass
-  plain = [c for c in step_counts(log, TINY) if c.name == "FLOP/s"]
+  plain = [c for c in step_counts(works(log, TINY)) if c.name == "FLOP/s"]
   peaks = {plain[0].pool: Peaks(1e9, 1e9)}
-  shares = [c for c in step_counts(log, TINY, peaks=peaks) if c.name == "FLOP/s, % of peak"]
+  shares = [c for c in step_counts(works(log, TINY), peaks=peaks) if c.name == "FLOP/s, % of peak"]
   own = [c for c in plain if c.pool == plain[0].pool]
   assert [c.values[""] for c in shares] == pytest.approx([c.values[""] / 1e7 for c in own])
