@@ -40,7 +40,8 @@ from pdjax.scheduling.probe import probe_plan
 from pdjax.scheduling.scheduler import Scheduler, SchedulerConfig
 from pdjax.serving.cluster import Cluster, Pool
 from pdjax.serving.executor import Executor
-from pdjax.serving.loop import Inbox, serve
+from pdjax.serving.inbox import Inbox
+from pdjax.serving.loop import serve
 from pdjax.serving.step_time import FittedStepTime
 
 PREFILL_TOKENS = 512

@@ -19,7 +19,8 @@ from pdjax.core.request import Request, SamplingParams
 from pdjax.deployment import largest_budgets, make_cluster, uses_of
 from pdjax.scheduling.hand_off import HandOff
 from pdjax.scheduling.pages import PageConfig
-from pdjax.serving.loop import Inbox, serve
+from pdjax.serving.inbox import Inbox
+from pdjax.serving.loop import serve
 
 NUM_CHUNKS, CHUNK_TOKENS = 8, 256
 NUM_REPEATS = 7

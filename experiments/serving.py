@@ -35,7 +35,8 @@ from pdjax.metrics.timeline import write_chrome_trace
 from pdjax.metrics.utilisation import span_s
 from pdjax.serving.cluster import Cluster
 from pdjax.serving.executor import Nowhere
-from pdjax.serving.loop import Inbox, serve
+from pdjax.serving.inbox import Inbox
+from pdjax.serving.loop import serve
 from pdjax.workloads import make_requests
 from pdjax.workloads.arrivals import ARRIVALS, Recorded
 from pdjax.workloads.lengths import LengthFamily, Lengths

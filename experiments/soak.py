@@ -55,7 +55,8 @@ from pdjax.remote.executor import RemoteExecutor
 from pdjax.scheduling.routing import ROLES
 from pdjax.serving.cluster import Cluster
 from pdjax.serving.executor import Executor, PoolLost
-from pdjax.serving.loop import Inbox, Turn, serve
+from pdjax.serving.inbox import Inbox
+from pdjax.serving.loop import Turn, serve
 from pdjax.workloads.lengths import Mix
 
 POOLS = "prefill:prefill_chunks,2xdecode"

@@ -60,7 +60,8 @@ from pdjax.scheduling.hand_off import HandOff
 from pdjax.scheduling.routing import check_roles
 from pdjax.serving.cluster import Cluster
 from pdjax.serving.executor import Nowhere
-from pdjax.serving.loop import GRACE_S, Inbox, Turn, serve
+from pdjax.serving.inbox import Inbox
+from pdjax.serving.loop import GRACE_S, Turn, serve
 from pdjax.serving.step_time import FittedStepTime
 from pdjax.sources import resolve
 from pdjax.stopping import Settled, Stopper, with_eos

@@ -15,7 +15,7 @@ from pdjax.core.plan import TokenLogprobs
 from pdjax.core.request import Request, SamplingParams
 from pdjax.core.sequence import Sequence
 from pdjax.scheduling.scheduler import length_or_stop
-from pdjax.serving.loop import Inbox
+from pdjax.serving.inbox import Inbox
 from pdjax.stopping import Detokeniser, Stopper, with_eos
 from pdjax.tokenizer import ByteTokenizer
 

@@ -18,7 +18,8 @@ from pdjax.scheduling.policies import POLICIES, make_policy
 from pdjax.scheduling.routing import least_loaded
 from pdjax.scheduling.scheduler import Scheduler, SchedulerConfig
 from pdjax.serving.cluster import Cluster, Pool
-from pdjax.serving.loop import Inbox, serve
+from pdjax.serving.inbox import Inbox
+from pdjax.serving.loop import serve
 from pdjax.sim.checksum_executor import ChecksumExecutor
 from pdjax.sim.hardware import Link
 

@@ -19,7 +19,8 @@ from pdjax.scheduling.hand_off import HandOff
 from pdjax.scheduling.pages import PageConfig
 from pdjax.scheduling.scheduler import StepTime
 from pdjax.serving.cluster import Cluster
-from pdjax.serving.loop import Inbox, serve
+from pdjax.serving.inbox import Inbox
+from pdjax.serving.loop import serve
 from pdjax.sim.hardware import Link
 from pdjax.sim.latency_model import LatencyModel
 from pdjax.sim.sim_executor import SimExecutor

@@ -50,7 +50,8 @@ from pdjax.core.request import Request, SamplingParams
 from pdjax.metrics.latency import request_records
 from pdjax.scheduling.pages import PageConfig
 from pdjax.serving.cluster import Cluster
-from pdjax.serving.loop import Inbox, serve
+from pdjax.serving.inbox import Inbox
+from pdjax.serving.loop import serve
 from pdjax.sim.roofline import num_pages
 from pdjax.sim.silicon import Silicon, systems_folder
 

@@ -14,7 +14,8 @@ from pdjax.scheduling.pages import PageConfig
 from pdjax.scheduling.policies import POLICIES, make_policy
 from pdjax.scheduling.scheduler import Scheduler, SchedulerConfig
 from pdjax.serving.cluster import Cluster, Pool
-from pdjax.serving.loop import Inbox, serve
+from pdjax.serving.inbox import Inbox
+from pdjax.serving.loop import serve
 from pdjax.sim.hardware import Link
 from pdjax.sim.sim_executor import SimExecutor
 from pdjax.workloads import make_requests

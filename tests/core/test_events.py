@@ -16,7 +16,7 @@ from pdjax.core.events import (
   read_events,
   write_events,
 )
-from pdjax.serving.loop import Inbox
+from pdjax.serving.inbox import Inbox
 
 pytestmark = pytest.mark.quick
 

@@ -14,7 +14,8 @@ from experiments.soak import POOLS, STATES, Soak, Violation, restarts_s
 from pdjax.core import checksum
 from pdjax.core.clock import VirtualClock
 from pdjax.core.events import EventLog, PoolChanged
-from pdjax.serving.loop import Inbox, serve
+from pdjax.serving.inbox import Inbox
+from pdjax.serving.loop import serve
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 

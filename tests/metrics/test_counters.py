@@ -12,7 +12,8 @@ from pdjax.core.events import EventLog
 from pdjax.core.model_config import TINY
 from pdjax.metrics.counters import Peaks, fill_counts, step_counts
 from pdjax.metrics.utilisation import pool_usage, works
-from pdjax.serving.loop import Inbox, serve
+from pdjax.serving.inbox import Inbox
+from pdjax.serving.loop import serve
 
 pytestmark = pytest.mark.quick
 

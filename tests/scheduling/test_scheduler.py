@@ -20,7 +20,7 @@ from pdjax.scheduling.pages import PageConfig
 from pdjax.scheduling.policies import make_policy
 from pdjax.scheduling.scheduler import Scheduler, SchedulerConfig
 from pdjax.serving.cluster import Cluster
-from pdjax.serving.loop import Inbox
+from pdjax.serving.inbox import Inbox
 
 pytestmark = pytest.mark.quick
 

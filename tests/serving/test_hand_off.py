@@ -8,7 +8,7 @@ from virtual import expected, make_cluster, make_pool, make_requests, run, token
 
 from pdjax.core.events import Arrived, Copied, Failed, Finished, Step
 from pdjax.serving.cluster import Cluster
-from pdjax.serving.loop import Inbox
+from pdjax.serving.inbox import Inbox
 from pdjax.sim.hardware import Link
 
 pytestmark = pytest.mark.quick

@@ -30,7 +30,8 @@ from pdjax.scheduling.hand_off import HandOff
 from pdjax.scheduling.policies import POLICIES
 from pdjax.scheduling.routing import ROLES, Conductor
 from pdjax.scheduling.scheduler import length_or_stop
-from pdjax.serving.loop import Inbox, serve
+from pdjax.serving.inbox import Inbox
+from pdjax.serving.loop import serve
 
 STRATEGIES = ("continuous", "chunked", "disaggregated")
 

@@ -9,7 +9,8 @@ from pdjax.core.costs import StepCounts
 from pdjax.core.events import Copied, EventLog, Failed, PoolChanged, Preempted, Step
 from pdjax.core.sequence import State
 from pdjax.scheduling.planner import SlackPlanner, make_planner
-from pdjax.serving.loop import Inbox, serve
+from pdjax.serving.inbox import Inbox
+from pdjax.serving.loop import serve
 
 pytestmark = pytest.mark.quick
 FOUR = "2xprefill:prefill_chunks,2xdecode"

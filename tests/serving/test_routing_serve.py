@@ -11,7 +11,7 @@ from pdjax.core.events import Arrived, Copied, Failed, Fetched, Step
 from pdjax.core.plan import StepPlan
 from pdjax.scheduling.routing import ROUTERS, Conductor, Fetch, make_router
 from pdjax.serving.cluster import Cluster
-from pdjax.serving.loop import Inbox
+from pdjax.serving.inbox import Inbox
 
 pytestmark = pytest.mark.quick
 

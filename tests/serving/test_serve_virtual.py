@@ -14,7 +14,8 @@ from pdjax.core.plan import StepPlan
 from pdjax.core.request import Request, SamplingParams
 from pdjax.serving.cluster import Cluster
 from pdjax.serving.executor import PageShape
-from pdjax.serving.loop import Inbox, serve
+from pdjax.serving.inbox import Inbox
+from pdjax.serving.loop import serve
 
 pytestmark = pytest.mark.quick
 STRATEGIES = ("continuous", "chunked", "disaggregated")

@@ -11,7 +11,8 @@ from pdjax.core.events import Copied, EventLog, Failed, Preempted, Step
 from pdjax.core.sequence import State
 from pdjax.metrics.latency import request_records
 from pdjax.scheduling.hand_off import HandOff
-from pdjax.serving.loop import Inbox, serve
+from pdjax.serving.inbox import Inbox
+from pdjax.serving.loop import serve
 from pdjax.sim.hardware import Link
 
 pytestmark = pytest.mark.quick

@@ -20,7 +20,7 @@ from pdjax.metrics.timeline import chrome_trace
 from pdjax.metrics.utilisation import pool_usage, span_s
 from pdjax.scheduling.hand_off import HandOff
 from pdjax.scheduling.routing import make_router
-from pdjax.serving.loop import Inbox
+from pdjax.serving.inbox import Inbox
 from pdjax.sim.hardware import Link
 from pdjax.sim.sim_executor import SimExecutor
 

@@ -19,7 +19,8 @@ from pdjax.scheduling.pages import PageConfig
 from pdjax.scheduling.policies import make_policy
 from pdjax.scheduling.scheduler import Scheduler, SchedulerConfig
 from pdjax.serving.cluster import Cluster, Pool
-from pdjax.serving.loop import Inbox, serve
+from pdjax.serving.inbox import Inbox
+from pdjax.serving.loop import serve
 from pdjax.sim.hardware import Link
 from pdjax.sim.sim_executor import SimExecutor
 
