@@ -8,7 +8,7 @@ import os
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,10 +27,10 @@ from pdjax.core.request import Request
 from pdjax.deployment import largest_budgets
 from pdjax.metrics.goodput import attainment
 from pdjax.metrics.latency import request_records, tpots_s, ttfts_s
+from pdjax.metrics.utilisation import overlaps
 from pdjax.scheduling.pages import PageConfig
 from pdjax.scheduling.probe import probe_plan
 from pdjax.sim.hardware import Link
-from pdjax.sim.latency_model import LatencyModel
 from pdjax.sim.padded import PaddedSteps, Padding
 from pdjax.sources import SourceError
 
@@ -39,6 +39,7 @@ REPEATS = 3
 SAVED = "engine.json"  # where runs are kept, beside the pictures
 TITLE = "The engine on this machine"
 COPY_TOKENS = (32, 128, 256, 432)
+ROUNDS = 4  # of simulations: by the third one the shares hardly change
 
 
 class Measured(NamedTuple):
@@ -59,9 +60,13 @@ class Measured(NamedTuple):
 
 
 class Calibration(NamedTuple):
-  """What is known of the engine by its steps and copies."""
+  """What is known of the engine by its steps and copies.
 
-  latency: LatencyModel
+  Steps take longer beside those of another pool: the pools share the machine's memory.
+  """
+
+  alone: PaddedSteps
+  beside: PaddedSteps
   link: Link
 
 
@@ -110,7 +115,7 @@ def measure(config: ExperimentConfig, show: Callable[[str], None]) -> tuple[list
     for repeat in range(REPEATS):
       passes, served = [], []
       for load in LOADS:
-        passes.append(time_pools(experiment, padding, show))
+        passes.append(time_pools(experiment, padding, len(passes), show))
         at_rate = with_rate(experiment, load * experiment.capacity_rps)
         for strategy in config.strategy_names:
           show(f"{strategy} at {load} of capacity, repeat {repeat + 1} of {REPEATS}")
@@ -142,28 +147,36 @@ def with_rate(experiment: Experiment, rate_rps: float) -> Experiment:
 class Timed(NamedTuple):
   """One pass over the steps and the copies that are timed."""
 
-  points: Sequence[Point]  # in the order of `steps_of_each_size`
+  alone: Sequence[Point]  # in the order of `steps_of_each_size`
+  beside: Sequence[Point]
   copies: Sequence[Copied]
 
 
-def time_pools(experiment: Experiment, padding: Padding, show: Callable[[str], None]) -> Timed:
-  """Times steps of every size on all pools at once, as they will run, then copies between two."""
+def time_pools(
+  experiment: Experiment, padding: Padding, number: int, show: Callable[[str], None]
+) -> Timed:
+  """Times steps of every size on one pool, another in each pass, and on all; copies between two."""
   world = experiment.world
   groups = dict.fromkeys(spec.group for spec in pools_of(experiment.config))
   executors = [world.executor(group) for group in groups]
   plans = steps_of_each_size(world.pages, padding)
-  points = time_steps(executors, plans, passes=1, show=show)
-  return Timed(points, _time_copies(experiment))
+  one = executors[number % len(executors)]
+  alone, beside = (time_steps(own, plans, passes=1, show=show) for own in ([one], executors))
+  return Timed(alone, beside, _time_copies(experiment))
 
 
 def calibration_of(
   experiment: Experiment, padding: Padding, passes: Sequence[Timed]
 ) -> Calibration:
   """From the median time of each step, and from all copies."""
-  timings = [
-    (same[0].counts, statistics.median(point.seconds for point in same))
-    for same in zip(*(timed.points for timed in passes), strict=True)
-  ]
+
+  def steps_of(timed: Iterable[Sequence[Point]]) -> PaddedSteps:
+    timings = [
+      (same[0].counts, statistics.median(point.seconds for point in same))
+      for same in zip(*timed, strict=True)
+    ]
+    return PaddedSteps.of(padding, timings)
+
   copies = [copy for timed in passes for copy in timed.copies]
   slope, latency_s = np.polyfit(
     [copy.num_tokens for copy in copies], [copy.end_s - copy.start_s for copy in copies], 1
@@ -172,7 +185,8 @@ def calibration_of(
   link = Link(
     name="measured", latency_s=max(0.0, latency_s), bytes_per_s=token_bytes / max(slope, 1e-12)
   )
-  return Calibration(PaddedSteps.of(padding, timings), link)
+  alone, beside = ([getattr(timed, name) for timed in passes] for name in ("alone", "beside"))
+  return Calibration(steps_of(alone), steps_of(beside), link)
 
 
 def _padding(experiment: Experiment) -> Padding:
@@ -184,7 +198,8 @@ def _padding(experiment: Experiment) -> Padding:
 
 
 def steps_of_each_size(pages: PageConfig, padding: Padding) -> list[StepPlan]:
-  """Some steps of every size that an engine pads to: few and many prompts, short and long contexts.
+  """Some steps of every size that an engine pads to: few and many prompts and rows, short and long
+  contexts.
 
   Longer ones take longer, and so does the attention of many short prompts than that of a long one.
   """
@@ -195,15 +210,21 @@ def steps_of_each_size(pages: PageConfig, padding: Padding) -> list[StepPlan]:
     for prompts in (1, 2, 4):
       plans.append(probe_plan(pages, prefills=(size // prompts,) * prompts))
     plans.append(probe_plan(pages, prefills=(size,), start=min(half, most - size)))
-  for rows in padding.rows:
+  for rows, fewest in zip(padding.rows, (1, *(rows + 1 for rows in padding.rows))):
     plans += [probe_plan(pages, decodes=rows, context=context) for context in (1, half, most)]
+    if fewest < rows:
+      plans.append(probe_plan(pages, decodes=fewest, context=half))
   for size in padding.mixed:
     several = min(pages.num_rows - 4, size // 4)
-    for prompts, start, rows in ((1, 0, 1), (1, half, 1), (4, 0, 1), (1, 0, several)):
-      chunk = (size - rows) // prompts
-      plans.append(
-        probe_plan(pages, prefills=(chunk,) * prompts, start=start, decodes=rows, context=half)
-      )
+    for prompts, start, rows, context in (
+      (1, 0, 1, half),
+      (1, half, 1, half),
+      (4, 0, 1, half),
+      (1, 0, several, half),
+      (1, 0, several, 1),
+    ):
+      chunk = ((size - rows) // prompts,) * prompts
+      plans.append(probe_plan(pages, prefills=chunk, start=start, decodes=rows, context=context))
   return plans
 
 
@@ -237,16 +258,25 @@ def _time_copies(experiment: Experiment) -> list[Copied]:
 def _simulated(
   experiment: Experiment, strategy: str, requests: Sequence[Request], calibration: Calibration
 ) -> EventLog:
+  """Simulated again until it is known how long each pool is in steps beside another."""
   config = experiment.config
-  return simulate(
-    requests,
-    config.pools_of(strategy),
-    config.scheduler,
-    experiment.world.model,
-    lambda spec: calibration.latency,
-    lambda spec: experiment.world.pages,
-    calibration.link,
-  )
+  shares: dict[str, float] = {}
+  for _ in range(ROUNDS):
+    steps = {
+      spec.name: calibration.alone.towards(calibration.beside, shares.get(spec.name, 1.0))
+      for spec in config.pools_of(strategy)
+    }
+    log = simulate(
+      requests,
+      config.pools_of(strategy),
+      config.scheduler,
+      experiment.world.model,
+      lambda spec, steps=steps: steps[spec.name],
+      lambda spec: experiment.world.pages,
+      calibration.link,
+    )
+    shares = overlaps(log)
+  return log
 
 
 # The page -----------------------------------------------------------------------------------------
@@ -334,12 +364,13 @@ def section(title: str, runs: Sequence[Run], label: str) -> Section:
   text = f"""{label}.
 
 In each of {num_repeats} repeats, before every rate, a few steps of every size that the engine pads
-to are timed while all pools are busy, and copies of a few prompts; the simulator knows the medians
-of these, nothing of the runs. Every strategy serves the same requests. Medians of the repeats; the
-spread is that of the engine's. This machine is shared, and its speed swings. What is served
-(`configs/engine_validation.py`) was chosen in knowledge of earlier runs: the process that schedules
-runs on the same cores, which the simulator leaves out, and takes a third of the tiny model's steps
-but a small share of these.
+to are timed, on one pool and on all pools at once, and copies of a few prompts; the simulator knows
+the medians of these, nothing of the runs. Pools share the machine's memory: for how much of a
+pool's time another one is busy, a first simulation says, and another is made with that. Every
+strategy serves the same requests. Medians of the repeats; the spread is that of the engine's. This
+machine is shared, and its speed swings. What is served (`configs/engine_validation.py`) was chosen
+in knowledge of earlier runs: the process that schedules runs on the same cores, which the simulator
+leaves out, and takes a third of the tiny model's steps but a small share of these.
 
 {markdown_table(table)}"""
   return Section(

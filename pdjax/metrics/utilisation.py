@@ -168,6 +168,30 @@ def _sum(works: Iterable[Work]) -> Work:
   return first
 
 
+def overlaps(log: Iterable[Event]) -> dict[str, float]:
+  """Of the time that each pool spends in steps, the share in which another pool is in one too."""
+  changes = []
+  for event in log:
+    if isinstance(event, Step | Stroke):
+      changes += [(event.start_s, 1, event.pool), (event.end_s, -1, event.pool)]
+  in_steps: dict[str, int] = {}  # more than one in the stages of a pipeline
+  alone_s: dict[str, float] = {}
+  beside_s: dict[str, float] = {}
+  before_s = 0.0
+  for time_s, change, pool in sorted(changes):
+    busy = [name for name, number in in_steps.items() if number]
+    spent_s = beside_s if len(busy) > 1 else alone_s
+    for name in busy:
+      spent_s[name] = spent_s.get(name, 0.0) + time_s - before_s
+    in_steps[pool] = in_steps.get(pool, 0) + change
+    before_s = time_s
+  shares = {}
+  for pool in in_steps:
+    beside, alone = beside_s.get(pool, 0.0), alone_s.get(pool, 0.0)
+    shares[pool] = beside / (beside + alone) if beside else 0.0
+  return shares
+
+
 def prefix_hits(log: Iterable[Event]) -> tuple[int, int]:
   """Prompt tokens that came from a prefix cache, and all prompt tokens of requests that started.
 

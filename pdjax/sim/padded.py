@@ -45,6 +45,7 @@ class SizeTimes(NamedTuple):
   step_s: float
   prefill_s: float  # a slice of a prompt
   prefill_pair_s: float  # a query of a prompt and a key
+  decode_s: float  # a row that decodes
   decode_key_s: float
 
 
@@ -75,12 +76,20 @@ class PaddedSteps(LatencyModel):
 
   def terms_of(self, counts: StepCounts) -> StepTerms:
     times = self.times[_size(self.padding(counts))]
-    prefills, pairs, keys = _parts(counts)
+    prefills, pairs, decodes, keys = _parts(counts)
     return StepTerms(
       linear_s=times.step_s,
       attention_prefill_s=prefills * times.prefill_s + pairs * times.prefill_pair_s,
-      attention_decode_s=keys * times.decode_key_s,
+      attention_decode_s=decodes * times.decode_s + keys * times.decode_key_s,
     )
+
+  def towards(self, other: PaddedSteps, share: float) -> PaddedSteps:
+    """Steps that take what `other` says for such a share of their time, of the same sizes."""
+    times = {
+      size: SizeTimes(*((1 - share) * a + share * b for a, b in zip(own, other.times[size])))
+      for size, own in self.times.items()
+    }
+    return dataclasses.replace(self, times=times)
 
   def hand_over_s(self, num_tokens: int) -> float:
     raise ValueError("no step was timed that goes through the stages of a pipeline")
@@ -96,6 +105,11 @@ def _size(padded: StepCounts) -> tuple[str, int]:
   return _kind(padded), padded.num_tokens
 
 
-def _parts(counts: StepCounts) -> tuple[int, int, int]:
+def _parts(counts: StepCounts) -> tuple[int, int, int, int]:
   """What a step may take longer for than another of its size; the fields of `SizeTimes`."""
-  return counts.num_prefills, counts.num_prefill_pairs, counts.num_decode_keys
+  return (
+    counts.num_prefills,
+    counts.num_prefill_pairs,
+    counts.num_decodes,
+    counts.num_decode_keys,
+  )

@@ -6,7 +6,7 @@ import pytest
 
 from pdjax.core.events import Arrived, EventLog
 from pdjax.core.model_config import ModelConfig
-from pdjax.metrics.utilisation import pool_usage, prefix_hits, span_s, step_work
+from pdjax.metrics.utilisation import overlaps, pool_usage, prefix_hits, span_s, step_work
 
 pytestmark = pytest.mark.quick
 
@@ -77,6 +77,21 @@ def test_prefill_does_more_flops_per_byte_than_decode(make_step):
   prefill = step_work(make_step("m", 0, 0.0, 1.0, prefill=((0, 0, 64),), emits=(0,)), wide)
   decode = step_work(make_step("m", 1, 0.0, 1.0, decode=((0, 64),), emits=(0,)), wide)
   assert prefill.flop_per_byte > 10 * decode.flop_per_byte
+
+
+def test_overlap_is_the_share_of_a_pools_steps_beside_those_of_others(make_step):
+  log = EventLog()
+  for pool, step_id, start_s, end_s in (
+    ("a", 0, 0.0, 4.0),
+    ("b", 1, 1.0, 2.0),
+    ("c", 2, 1.5, 3.0),
+    ("a", 3, 5.0, 6.0),
+    ("b", 4, 6.0, 7.0),  # just behind: not beside
+    ("d", 5, 9.0, 10.0),
+  ):
+    log.append(make_step(pool, step_id, start_s, end_s, decode=((0, 9),)))
+  assert overlaps(log) == {"a": 2 / 5, "b": 1 / 2, "c": 1.0, "d": 0.0}
+  assert overlaps(EventLog()) == {}
 
 
 def test_an_empty_log_has_no_pools():

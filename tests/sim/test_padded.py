@@ -21,8 +21,12 @@ def decodes(num_rows: int, context: int = 100) -> StepCounts:
   return count_slices(decode_positions=(context - 1,) * num_rows, num_emitted=num_rows)
 
 
+def mixed_at(num_tokens: int, num_rows: int, context: int) -> StepCounts:
+  return StepCounts(*map(sum, zip(prompt(num_tokens), decodes(num_rows, context))))
+
+
 def mixed(num_tokens: int, num_rows: int) -> StepCounts:
-  return StepCounts(*map(sum, zip(prompt(num_tokens), decodes(num_rows))))
+  return mixed_at(num_tokens, num_rows, 100)
 
 
 @pytest.mark.parametrize(
@@ -46,15 +50,17 @@ def prompts(*num_tokens: int) -> StepCounts:
 
 STEPS = [
   *(prompts(*each) for each in ((64,), (30, 30), (16, 16, 16), (128,), (64, 60), (40, 40, 40))),
-  *(decodes(rows, context) for rows in (1, 4, 8) for context in (10, 300, 900)),
+  *(decodes(rows, context) for rows in (1, 2, 4, 5, 8) for context in (10, 300, 900)),
   *(mixed(n, rows) for n, rows in ((20, 2), (44, 2), (40, 8), (60, 2), (80, 3), (80, 8))),
+  *(mixed_at(n, 8, 500) for n in (30, 80)),
 ]
 
 
 def true_s(counts: StepCounts) -> float:
   """Of an engine whose steps take what their size says, and something for what they attend to."""
   attention_s = 1e-6 * counts.num_prefill_pairs + 3e-6 * counts.num_decode_keys
-  return 1e-3 * PADDING(counts).num_tokens + 5e-3 * counts.num_prefills + attention_s
+  slices_s = 5e-3 * counts.num_prefills + 7e-4 * counts.num_decodes
+  return 1e-3 * PADDING(counts).num_tokens + slices_s + attention_s
 
 
 @pytest.fixture
@@ -87,6 +93,14 @@ def test_many_steps_at_once_are_those_one_at_a_time(steps):
   counts = decodes(3, 700)
   alone = [steps.terms_of(later(counts, step)).total_s for step in range(20)]
   np.testing.assert_allclose(steps.decode_steps_s(counts, 20), alone, rtol=1e-12)
+
+
+def test_a_share_of_other_steps_lies_in_between(steps):
+  slower = PaddedSteps.of(PADDING, [(counts, 2 * true_s(counts)) for counts in STEPS])
+  for share in (0.0, 0.25, 1.0):
+    own = steps.towards(slower, share)
+    for counts in STEPS:
+      assert own.terms_of(counts).total_s == pytest.approx((1 + share) * true_s(counts), rel=1e-6)
 
 
 def test_what_nobody_timed_is_not_guessed(steps):
