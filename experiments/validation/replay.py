@@ -11,6 +11,7 @@ from pdjax.config import PoolSpec, SchedulerOptions
 from pdjax.core.clock import VirtualClock
 from pdjax.core.device_group import DeviceGroup
 from pdjax.core.events import EventLog
+from pdjax.core.garbage import no_collection
 from pdjax.core.model_config import ModelConfig
 from pdjax.core.request import Request
 from pdjax.deployment import make_cluster
@@ -79,7 +80,8 @@ def simulate(
   turns = serve(
     cluster, Inbox(requests), VirtualClock(), log, steps_in_flight=options.steps_in_flight
   )
-  collections.deque(turns, maxlen=0)
+  with no_collection():
+    collections.deque(turns, maxlen=0)
   return log
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from operator import mul
 from typing import NamedTuple
 
 from pdjax.core.model_config import ModelConfig
@@ -76,30 +75,25 @@ def count_slices(
   num_emitted: int,
 ) -> StepCounts:
   """Counts from the columns of a plan or of a `Step` event."""
-  num_tokens = sum(prefill_tokens)
-  num_before = sum(map(mul, prefill_starts, prefill_tokens))
-  num_within = sum([n * (n + 1) // 2 for n in prefill_tokens])
+  num_tokens = num_pairs = num_keys = 0  # a loop: most steps have few prefills, or none
+  for start, n in zip(prefill_starts, prefill_tokens):
+    num_tokens += n
+    num_pairs += start * n + n * (n + 1) // 2
+    num_keys += start + n
   num_decodes = len(decode_positions)
   return StepCounts(
-    num_prefill_tokens=num_tokens,
-    num_prefill_pairs=num_before + num_within,
-    num_prefill_keys=sum(prefill_starts) + num_tokens,
-    num_decodes=num_decodes,
-    num_decode_keys=sum(decode_positions) + num_decodes,
-    num_emitted=num_emitted,
-    num_prefills=len(prefill_tokens),
+    num_tokens,
+    num_pairs,
+    num_keys,
+    num_decodes,
+    sum(decode_positions) + num_decodes,
+    num_emitted,
+    len(prefill_tokens),
   )
 
 
 def count_plan(plan: StepPlan) -> StepCounts:
   prefills, positions = plan.prefills, plan.decodes.positions
-  if not prefills:  # most steps of a simulation
-    num_decodes = len(positions)
-    return StepCounts(
-      num_decodes=num_decodes,
-      num_decode_keys=sum(positions) + num_decodes,
-      num_emitted=num_decodes,
-    )
   return count_slices(
     prefill_starts=[s.start for s in prefills],
     prefill_tokens=[s.num_tokens for s in prefills],

@@ -7,8 +7,10 @@ no two numbers can tell different stories. Failed and unfinished requests have r
 from __future__ import annotations
 
 import bisect
+import collections
 import dataclasses
 import itertools
+import operator
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -25,6 +27,7 @@ from pdjax.core.events import (
   Stroke,
   each_step,
 )
+from pdjax.core.garbage import no_collection
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +106,7 @@ class RequestRecord:
     return None if self.copy_end_s is None else self.copy_end_s - self.copy_start_s
 
 
+@no_collection()
 def request_records(log: Iterable[Event]) -> dict[int, RequestRecord]:
   """One record per request, in order of first mention. Does not change the log.
 
@@ -112,17 +116,19 @@ def request_records(log: Iterable[Event]) -> dict[int, RequestRecord]:
     ValueError: an event of a request that never arrived.
   """
   drafts: dict[int, _Draft] = {}
+  started: dict[str, set[int]] = collections.defaultdict(set)  # requests by pool
   for event in log:
     match event:
       case Step():
-        _start(drafts, (*event.prefill_ids, *event.decode_ids), event)
+        _start(drafts, started[event.pool], event.prefill_ids, event)
+        _start(drafts, started[event.pool], event.decode_ids, event)
         end_s = event.end_s
         for request_id, token_id in zip(event.emitted_ids, event.token_ids, strict=True):
           found = drafts[request_id]
           found.token_s.append(end_s)
           found.token_ids.append(token_id)
       case Stroke():
-        _start(drafts, event.decode_ids, event)
+        _start(drafts, started[event.pool], event.decode_ids, event)
         ends_s, tokens = event.ends_s, (0,) * len(event.ends_s)
         for request_id in event.decode_ids:
           found = drafts[request_id]
@@ -179,10 +185,13 @@ class _Draft:
       self.pools.append(pool)
 
   def record(self, request_id: int) -> RequestRecord:
-    values = {name: getattr(self, name) for name in self.__slots__}
+    values = dict(zip(self.__slots__, _values_of(self)))
     for name in ("token_s", "token_ids", "pools"):
       values[name] = tuple(values[name])
     return RequestRecord(request_id=request_id, **values)
+
+
+_values_of = operator.attrgetter(*_Draft.__slots__)
 
 
 def _find(drafts: Mapping[int, _Draft], request_id: int, event: Event) -> _Draft:
@@ -192,15 +201,18 @@ def _find(drafts: Mapping[int, _Draft], request_id: int, event: Event) -> _Draft
   return found
 
 
-def _start(drafts: Mapping[int, _Draft], request_ids: Iterable[int], event: Step | Stroke) -> None:
-  """Notes that a step has a part of these requests. A loop, as it runs for every token."""
-  start_s, pool = event.start_s, event.pool
+def _start(
+  drafts: Mapping[int, _Draft], started: set[int], request_ids: Iterable[int], event: Step | Stroke
+) -> None:
+  """Notes that a step has a part of these requests; `started` are those known to its pool."""
+  if started.issuperset(request_ids):  # nearly always
+    return
   for request_id in request_ids:
-    found = drafts.get(request_id) or _find(drafts, request_id, event)
+    found = _find(drafts, request_id, event)
     if found.first_scheduled_s is None:
-      found.first_scheduled_s = start_s
-    if pool not in found.pools:
-      found.pools.append(pool)
+      found.first_scheduled_s = event.start_s
+    found.visit(event.pool)
+  started.update(request_ids)
 
 
 def outcomes(records: Mapping[int, RequestRecord]) -> dict[str, int]:

@@ -162,8 +162,10 @@ class PagePool:
     """Extends the table of `row` to hold `num_tokens`; returns the new pages, None without room."""
     table, free, config = self._tables[row], self._free_pages, self.config
     needed = -(-num_tokens // config.page_size)
-    missing = max(0, needed - len(table))
-    if missing and needed > config.pages_per_row:
+    missing = needed - len(table)
+    if missing <= 0:
+      return ()
+    if needed > config.pages_per_row:
       return None
     if config.contiguous:
       first = row * config.pages_per_row + len(table)

@@ -129,9 +129,14 @@ class SchedulerConfig:
 
 @dataclasses.dataclass(slots=True)
 class Outcome:
-  """What a step that ended has changed. Those `preempted` by its failure are queued nowhere yet."""
+  """What a step that ended has changed. Those `preempted` by its failure are queued nowhere yet.
+
+  `emitted_ids` and `token_ids` are `emitted` as columns.
+  """
 
   emitted: list[tuple[Sequence, int]] = dataclasses.field(default_factory=list)
+  emitted_ids: tuple[int, ...] = ()
+  token_ids: tuple[int, ...] = ()
   finished: list[tuple[Sequence, str]] = dataclasses.field(default_factory=list)
   failed: list[tuple[Sequence, str]] = dataclasses.field(default_factory=list)
   preempted: list[Sequence] = dataclasses.field(default_factory=list)
@@ -425,6 +430,11 @@ class Scheduler:
         seq.cut()  # only now: what the scheduler counts goes by what was emitted
         outcome.finished.append((seq, reason))
     self.output_tokens_left -= self.config.decodes * len(emitted)
+    if len(emitted) == len(request_ids):  # as nearly always: columns that are there
+      outcome.emitted_ids, outcome.token_ids = request_ids, result.token_ids
+    else:
+      outcome.emitted_ids = tuple([seq.request_id for seq, _ in emitted])
+      outcome.token_ids = tuple([token for _, token in emitted])
     self._release_rows(plan)
     return outcome
 
@@ -447,10 +457,10 @@ class Scheduler:
       or len(plan.decodes) != len(running)
       or len(self._in_flight) != 1
       or (self.waiting and self.pages.num_free_rows and not self._admits_nobody)
-      or any(seq.request.sampling.stop_ids for seq in running)
+      or any([seq.request.sampling.stop_ids for seq in running])
     ):
       return 1
-    most = 1 + min(seq.max_cached_tokens - seq.num_scheduled_tokens for seq in running)
+    most = 1 + min([seq.max_cached_tokens - seq.num_scheduled_tokens for seq in running])
     pages, num_free = self.pages, self.pages.num_free_pages
     if pages.config.contiguous or len(running) * (most // pages.config.page_size + 1) <= num_free:
       return most

@@ -42,9 +42,9 @@ _LOOK_S = 0.01  # from one look at a pool that is down to the next
 class Turn:
   """What happened in one turn of the loop.
 
-  `num_tokens` were computed. `tokens` has them, but for those of a simulator's strokes, which are
-  only counted. `sequences` has those that got one (of a stroke, those that ended with it), by
-  request id: their output so far, and of those that ended the output that is kept.
+  `num_tokens` were computed. `tokens` has them, and `sequences` those that got one, by request id:
+  their output so far, and of those that ended the output that is kept. Tokens of a simulator that
+  `repeats` its steps say nothing and are only counted.
   """
 
   now_s: float
@@ -545,8 +545,9 @@ class _Loop:
     if observe is not None:
       observe(count_plan(plan), step_s)
     turn.num_tokens += len(outcome.emitted)
-    turn.tokens += [(seq.request_id, token_id) for seq, token_id in outcome.emitted]
-    turn.sequences |= {seq.request_id: seq for seq, _ in outcome.emitted}
+    if not pool.executor.repeats:
+      turn.tokens += zip(outcome.emitted_ids, outcome.token_ids)
+      turn.sequences |= {seq.request_id: seq for seq, _ in outcome.emitted}
     self._fail_all(pool, outcome, turn)
     self._finish_all(pool, outcome, turn)
     for transfer in self.cluster.transfers:
@@ -583,7 +584,6 @@ class _Loop:
         self.log.append(step)
       self.log.append(dataclasses.replace(last, emitted_ids=emitted, token_ids=(0,) * len(emitted)))
     turn.num_tokens += len(ids) * len(ends_s) - len(gone)
-    turn.sequences |= {seq.request_id: seq for seq, _ in outcome.finished}
     self._finish_all(pool, outcome, turn)
 
   def _finish_all(self, pool: Pool, outcome: Outcome, turn: Turn) -> None:
@@ -822,8 +822,10 @@ class _Loop:
 
   def _change_roles(self, turn: Turn) -> None:
     """Asks the planner, and lets those pools change that are drained."""
-    if any(pool.next_role is not None for pool in self.cluster.pools):
+    if any([pool.next_role is not None for pool in self.cluster.pools]):
       self._settle(turn)
+    elif self.planner is None:
+      return
     if self.planner is not None:
       for pool, role in self.planner(self._planning(turn)):
         self._begin_change(ChangeRole(pool=pool, role=role), turn)
@@ -941,6 +943,6 @@ def _step_event(pool: Pool, plan: StepPlan, outcome: Outcome, start_s: float, en
     prefill_tokens=tuple([s.num_tokens for s in plan.prefills]),
     decode_ids=plan.decodes.request_ids,
     decode_positions=plan.decodes.positions,
-    emitted_ids=tuple([seq.request_id for seq, _ in outcome.emitted]),
-    token_ids=tuple([token_id for _, token_id in outcome.emitted]),
+    emitted_ids=outcome.emitted_ids,
+    token_ids=outcome.token_ids,
   )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -13,8 +13,10 @@ from pdjax.core.model_config import ModelConfig
 from pdjax.sim.hardware import Device, Fit, Link
 from pdjax.sim.latency_model import LatencyModel, StepTerms, over_link_s
 
+T = TypeVar("T")
+
 _IDEAL = Fit()
-_MOST_KNOWN = 1 << 16
+_MOST_KNOWN = 1 << 16  # sizes of steps; prefill of whole prompts could give more
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +48,11 @@ class Roofline(LatencyModel):
   bytes_per_kv: float = 2
   bytes_per_activation: float = 2
   _ops: OpTimes = dataclasses.field(init=False, repr=False)
-  # What does not depend on attention, by tokens and rows that emit: steps repeat these.
-  _known: dict[tuple[int, int], tuple[float, float, float]] = dataclasses.field(
+  # What a step takes beside attention, by its tokens and by its rows that emit: steps repeat these.
+  _body_s: dict[int, tuple[float, float, float]] = dataclasses.field(
+    init=False, repr=False, compare=False, default_factory=dict
+  )
+  _head_s: dict[int, float] = dataclasses.field(
     init=False, repr=False, compare=False, default_factory=dict
   )
 
@@ -103,12 +108,13 @@ class Roofline(LatencyModel):
     prefill_tokens, pairs, keys, decodes, decode_keys, emitted, prefills = counts
     tokens = prefill_tokens + decodes
     prefill_s = decode_s = 0.0
-    known = self._known.get((tokens, emitted))
-    if known is None:
-      if len(self._known) >= _MOST_KNOWN:
-        self._known.clear()
-      known = self._known[tokens, emitted] = self._without_attention(tokens, emitted)
-    linear_s, elementwise_s, all_reduce_s = known
+    body_s, head_s = self._body_s.get(tokens), self._head_s.get(emitted)
+    if body_s is None:
+      body_s = _kept(self._body_s, tokens, self._layers_without_attention(tokens))
+    if head_s is None:
+      head_s = _kept(self._head_s, emitted, self._lm_head_s(emitted))
+    linear_s, elementwise_s, all_reduce_s = body_s
+    linear_s += head_s
     if prefill_tokens:
       launches, compute_s, token_s, key_s, heads = ops.attention
       memory_s = prefill_tokens * token_s + keys * key_s
@@ -132,8 +138,8 @@ class Roofline(LatencyModel):
       decode_s = fit.decode_s(launches, decodes * token_s + decode_keys * key_s, decodes * key_s)
     return linear_s, elementwise_s, prefill_s, decode_s, all_reduce_s
 
-  def _without_attention(self, num_tokens: int, num_emitted: int) -> tuple[float, float, float]:
-    """Matrices, elementwise operators and all-reduces."""
+  def _layers_without_attention(self, num_tokens: int) -> tuple[float, float, float]:
+    """Matrices, elementwise operators and all-reduces of all layers."""
     fit, ops = self.device.fit or _IDEAL, self._ops
     linear_s = elementwise_s = 0.0
     # An operator's layers are alike, so the norm of their sums is the sum of their norms.
@@ -142,10 +148,14 @@ class Roofline(LatencyModel):
         linear_s += fit.gemm_s(launches, num_tokens * compute_s, num_tokens * memory_s + fixed_s)
       launches, memory_s = ops.elementwise
       elementwise_s = fit.elementwise_s(launches, num_tokens * memory_s)
-    if num_emitted:
-      launches, compute_s, memory_s, fixed_s = ops.lm_head
-      linear_s += fit.gemm_s(launches, num_emitted * compute_s, num_emitted * memory_s + fixed_s)
     return linear_s, elementwise_s, self._all_reduces_s(num_tokens)
+
+  def _lm_head_s(self, num_emitted: int) -> float:
+    if not num_emitted:
+      return 0.0
+    launches, compute_s, memory_s, fixed_s = self._ops.lm_head
+    fit = self.device.fit or _IDEAL
+    return fit.gemm_s(launches, num_emitted * compute_s, num_emitted * memory_s + fixed_s)
 
   def _all_reduces_s(self, num_tokens: int) -> float:
     """After attention and after the MLP of each layer.
@@ -171,6 +181,13 @@ class Roofline(LatencyModel):
       ValueError: no link.
     """
     return over_link_s(self.link, num_tokens * self.model.d_model * self.bytes_per_activation)
+
+
+def _kept(known: dict[int, T], size: int, value: T) -> T:
+  if len(known) >= _MOST_KNOWN:
+    known.clear()
+  known[size] = value
+  return value
 
 
 class OpTimes(NamedTuple):

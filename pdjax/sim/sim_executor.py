@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -137,14 +138,13 @@ class SimExecutor:
     num_emitted = len(plan.decodes.request_ids)
     for s in plan.prefills:
       num_emitted += s.emits_token
-    result = StepResult(token_ids=(0,) * num_emitted)
     ends_s = self._group_ends_s(plan, now_s)
     if exports or self._computed_s:
       self._computed_s = {
         _key(handle): max(end_s for end_s, own in zip(ends_s, self._holds(handle)) if own)
         for handle, _ in exports
       }
-    return SimTicket(finish_s=ends_s[-1], value=result)
+    return SimTicket(finish_s=ends_s[-1], value=_zeros(num_emitted))
 
   def submit_stroke(
     self, plan: StepPlan, now_s: float, num_steps: int, until_s: float | None
@@ -229,6 +229,12 @@ class SimExecutor:
       self._token_s = {i: token_s for i, token_s in self._token_s.items() if token_s > now_s}
       self._token_s |= dict.fromkeys((*emitting, *plan.decodes.request_ids), at_s)
     return ends_s
+
+
+@functools.cache
+def _zeros(num_tokens: int) -> StepResult:
+  """The result of a step with so many tokens; made once, as a log keeps those of every step."""
+  return StepResult(token_ids=(0,) * num_tokens)
 
 
 def _key(handle: Handle) -> tuple:

@@ -423,6 +423,7 @@ def test_the_result_of_a_preempted_generation_is_ignored():
   assert scheduler.pages_owed == {0: 1} and scheduler.num_pages_coming == 2
   outcome = scheduler.commit(first, result(first, 5))
   assert outcome.emitted == [(old, 5)] and new.output_ids == []
+  assert (outcome.emitted_ids, outcome.token_ids) == ((0,), (5,))
   assert new.num_computed_tokens == 0 and scheduler.pages.num_free_pages == 2
   third = scheduler.next_step()
   assert third.preempted == (1,) and third.decodes.request_ids == (0,)

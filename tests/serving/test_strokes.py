@@ -64,6 +64,7 @@ def history(
   link=LINK,
   cancels=(),
   role_changes=(),
+  each_turn=None,
   **options,
 ):
   """The log of one run, with strokes or without. All steps take `grid_s`, if it is given."""
@@ -84,7 +85,7 @@ def history(
     inbox.cancel(request_id, at_s)
   for pool, role, at_s in role_changes:
     inbox.change_role(pool, role, at_s)
-  return run(cluster, inbox)
+  return run(cluster, inbox, each_turn=each_turn)
 
 
 def by_pool(log):
@@ -193,6 +194,17 @@ def test_strokes_give_the_history_of_single_steps_whatever_happens(data):
       "look_ahead": data.draw(st.sampled_from([0, 3])),
     },
   )
+
+
+def test_tokens_that_say_nothing_are_only_counted():
+  requests = make_requests(20, seed=2, rate_rps=20, output=(1, 40))
+  for in_strokes in (False, True):
+    turns = []
+    log = history("chunked", requests, in_strokes=in_strokes, each_turn=turns.append)
+    num_tokens = sum(len(record.token_ids) for record in request_records(log).values())
+    assert sum(turn.num_tokens for turn in turns) == num_tokens
+    assert sum(len(turn.tokens) for turn in turns) == (0 if in_strokes else num_tokens)
+    assert any(turn.sequences for turn in turns) != in_strokes
 
 
 def test_a_stroke_ends_where_a_sequence_does_and_at_an_arrival():

@@ -39,6 +39,20 @@ def total_s(roofline: Roofline, counts: StepCounts) -> float:
   return roofline.terms_of(counts).total_s
 
 
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3)), min_size=2))
+def test_what_was_asked_before_changes_nothing(steps):
+  used = Roofline(model=MODEL, device=A100)
+  for num_prefill_tokens, num_decodes, num_more in steps:
+    counts = StepCounts(
+      num_prefill_tokens=num_prefill_tokens,
+      num_prefill_pairs=num_prefill_tokens,
+      num_decodes=num_decodes,
+      num_decode_keys=num_decodes,
+      num_emitted=num_decodes + num_more,
+    )
+    assert used.terms_of(counts) == Roofline(model=MODEL, device=A100).terms_of(counts)
+
+
 @pytest.mark.once
 @rooflines
 @given(start=st.integers(0, 4000), num_tokens=st.integers(1, 4000), more=st.integers(1, 200))
