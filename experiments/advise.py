@@ -7,7 +7,7 @@
 First the rules that need no simulation: whether a KV cache is sent faster than its prompt is
 computed, whether prompts are long enough to be in anybody's way. Then the goodput of continuous
 batching, chunked prefill (token budgets) and separate pools (ratios), each with every tensor
-parallelism that holds the model, on equal devices. Then the best two with other prompt lengths,
+parallelism that holds the model, on equal devices. Then the best of each with other prompt lengths,
 SLOs and links. Without SLOs they follow from the devices (Sarathi-Serve's rule).
 
 Writes advised.py, a config that `experiments.run` and `compare` take as it is, advice.json and
@@ -54,6 +54,10 @@ def prepare() -> Prepared:
       raise ValueError(f"--{name} is missing: advice is about a model on some devices")
   if FLAGS.workload is None and FLAGS.trace is None:
     raise ValueError("give --workload=NAME or --trace=FILE: advice is about some traffic")
+  if FLAGS.pools is not None:
+    raise ValueError(f"--pools={FLAGS.pools}: pools are what advice searches; leave it out")
+  if FLAGS.backend not in (None, "sim"):
+    raise ValueError(f"--backend={FLAGS.backend}: advice simulates; leave it out")
   if FLAGS.jobs < 1:
     raise ValueError(f"--jobs={FLAGS.jobs} must be at least 1")
   for name in ("ttft_slo_s", "tpot_slo_s"):
@@ -72,7 +76,8 @@ def prepare() -> Prepared:
     config = dataclasses.replace(config, link=FLAGS.link)
   workload = config.workload
   if workload.trace is not None:
-    workload = dataclasses.replace(workload, trace=str(pathlib.Path(workload.trace).absolute()))
+    path = str(pathlib.Path(workload.trace).absolute())
+    workload = dataclasses.replace(workload, trace=path, num_requests=None)  # all that it has
   config = dataclasses.replace(config, slo=slo, workload=workload, pools=None)
   has_lengths = read_traffic(workload).lengths is not None
   length = dict(requests_per_device=100, least_s=30.0) if FLAGS.quick else {}

@@ -7,10 +7,11 @@
 
 Reads our event log, a result of `vllm bench serve`, an AIPerf export, or a CSV file
 (`experiments/observed.py`), names the causes of late first tokens, slow tokens and long gaps with
-the numbers behind them, and simulates changes against the first cause on the same requests: as they
-were measured, simulated before and after. Our log is simulated as its summary.json says, others as
-the flags do. Without targets those of the run are taken, or 3 and 5 times what is seen at the
-quietest. Writes summary.json and a picture. Exit status 2: wrong input.
+the numbers behind them, and simulates changes against the first cause (against two that cannot be
+told apart) on the same requests: as they were measured, simulated before and after. Our log is
+simulated as its summary.json says, others as the flags do. Without targets those of the run are
+taken, or 3 and 5 times what is seen at the quietest. Writes summary.json and a picture. Exit
+status 2: wrong input.
 
 `--judge` diagnoses simulated runs with one injected cause each (`experiments/injected.py`) from
 their log, and from what a client saw of them, and prints both confusion matrices (60 s).
@@ -23,7 +24,7 @@ import collections
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,7 +51,6 @@ from experiments.validation.replay import text_table
 from pdjax.analysis.diagnose import (
   Cause,
   Diagnosis,
-  Observed,
   PhaseUse,
   diagnose_log,
   opposed_phases,
@@ -70,16 +70,22 @@ from pdjax.config import (
 )
 from pdjax.core.plain import to_plain
 from pdjax.core.request import Slo
-from pdjax.metrics.latency import request_records
 from pdjax.workloads.lengths import Fixed
 
 ASKED = 0.9
 DEFAULT = SchedulerOptions(token_budget=2048, reservation="chunk", watermark=0.0, steps_in_flight=1)
-"""As vLLM schedules; `--set` changes it."""
+DEFAULT_ROWS = 256
+"""As vLLM schedules by default on most devices; `--set` changes both."""
+UNLIKE = (
+  0.2  # of the requests: where so many more or fewer fare well, a simulation is of another run
+)
 
 
 class Checked(NamedTuple):
-  """A diagnosis that can be made. `config` None: nothing can be simulated; `why_not` says why."""
+  """A diagnosis that can be made. `config` None: nothing can be simulated; `why_not` says why.
+
+  `caveats` are what a reader must know of a simulation.
+  """
 
   path: pathlib.Path
   seen: Seen
@@ -88,6 +94,7 @@ class Checked(NamedTuple):
   config: ExperimentConfig | None
   why_not: str | None
   out: pathlib.Path
+  caveats: Sequence[str] = ()
 
 
 def prepare() -> Callable[[], int]:
@@ -102,10 +109,9 @@ def prepare() -> Callable[[], int]:
     raise ValueError(f"{FLAGS.events}: none of its requests finished ({seen.num_failed} failed)")
   slo, source = _slo(seen)
   config, why_not = _config(seen, slo)
-  checked = Checked(
-    pathlib.Path(FLAGS.events), seen, slo, source, config, why_not, out_folder("diagnose")
-  )
-  return functools.partial(run, checked)
+  caveats = () if config is None else check(config, pathlib.Path()).world.caveats
+  path, out = pathlib.Path(FLAGS.events), out_folder("diagnose")
+  return functools.partial(run, Checked(path, seen, slo, source, config, why_not, out, caveats))
 
 
 def _slo(seen: Seen) -> tuple[Slo, str]:
@@ -147,12 +153,11 @@ def _config(seen: Seen, slo: Slo) -> tuple[ExperimentConfig | None, str | None]:
       num_devices=num_devices_of(parse_pools(strategy)),
       workload=WorkloadConfig(lengths=Fixed(prompt_tokens=1, output_tokens=1)),
       scheduler=DEFAULT,
-      cache=CacheConfig(layout="paged", num_rows=128),
+      cache=CacheConfig(layout="paged", num_rows=DEFAULT_ROWS),
     )
   config = override(for_requests(config, strategy, seen.requests, slo), FLAGS.set)
   if config.model not in MODELS:
     return None, f"{config.model} has no entry in configs/models.py; --model=NAME of one like it"
-  check(config, pathlib.Path())
   return config, None
 
 
@@ -169,20 +174,26 @@ def run(checked: Checked) -> int:
   if seen.log is not None:
     found = diagnose_log(seen.log, slo, notes=seen.notes)
   else:
-    found = diagnose_requests(seen.requests, slo, num_failed=seen.num_failed, notes=seen.notes)
+    found = diagnose_requests(
+      seen.requests, slo, ids=list(seen.by_id), num_failed=seen.num_failed, notes=seen.notes
+    )
   uses = _uses(seen, checked.config)
   print(found)
   for line in _roofs(uses):
     print(line)
-  print(f"\nChange first: {ADVICE[found.cause]}.")
+  print(f"\nChange first: {'; or '.join(ADVICE[cause] for cause in found.first_causes)}.")
   rows, refused = [], []
   if checked.config is None:
     print(f"Not simulated: {checked.why_not}.\n")
     measured = row_of("as measured", None, seen.requests, seen.num_failed, slo)
     print(text_table(table([measured])))
-  elif found.cause not in (Cause.TOO_FEW, Cause.HEALTHY) or opposed_phases(uses) is not None:
+  elif found.cause is not Cause.TOO_FEW and (
+    found.cause is not Cause.HEALTHY or opposed_phases(uses) is not None
+  ):
     rows, refused = _simulate(checked, found, uses, progress)
     _print_rows(rows, refused, checked)
+    for line in _unlike(*rows[:2], found.cause):
+      print(line)
     if found.cause is not Cause.HEALTHY and len(rows) > 2:
       print(_best(*rows[1:]))
   data = {
@@ -205,20 +216,10 @@ def run(checked: Checked) -> int:
   }  # fmt: skip
   checked.out.mkdir(parents=True, exist_ok=True)
   write_summary(checked.out, data)
-  by_id = _by_id(seen)
-  title = f"{checked.path.name}: {found.cause}"
-  files = ["summary.json", *_draw(checked.out, "draw_diagnosis", by_id, found, title=title)]
+  title = f"{checked.path.name}: {' or '.join(found.first_causes)}"
+  files = ["summary.json", *_draw(checked.out, "draw_diagnosis", seen.by_id, found, title=title)]
   print(f"\nwrote {', '.join(files)} to {checked.out}")
   return 0
-
-
-def _by_id(seen: Seen) -> Mapping[int, Observed]:
-  """The requests by the ids that a diagnosis has for them."""
-  if seen.log is None:
-    return dict(enumerate(seen.requests))
-  records = [r for r in request_records(seen.log).values() if r.outcome == "finished"]
-  records.sort(key=lambda r: (r.arrival_s, r.request_id))
-  return {r.request_id: request for r, request in zip(records, seen.requests, strict=True)}
 
 
 def _uses(seen: Seen, config: ExperimentConfig | None) -> list[PhaseUse]:
@@ -254,7 +255,8 @@ def _simulate(
 ) -> tuple[list[Row], list[str]]:
   """The table: as measured, simulated before, and with each change; and what was refused."""
   seen, slo, config = checked.seen, checked.slo, checked.config
-  tried = [("before, simulated", config), *remedies(found.cause, config)]
+  tried = [("before, simulated", config)]
+  tried += [remedy for cause in found.first_causes for remedy in remedies(cause, config)]
   if opposed_phases(uses) is not None:
     tried += faster_decode(config)
   tried = list({what: change for what, change in tried}.items())
@@ -265,17 +267,35 @@ def _simulate(
 
 def _print_rows(rows: Sequence[Row], refused: Sequence[str], checked: Checked) -> None:
   config = checked.config
-  print(f"The same requests simulated: {config.model} on {config.hardware}, {config.pools}\n")
+  print(
+    f"The same requests simulated: {config.model} on {config.hardware}, {config.pools}, token "
+    f"budget {config.scheduler.token_budget}, {config.cache.num_rows} rows\n"
+  )
   print(text_table(table(rows)))
   print("(calm: no late first token, no slow tokens, no long gap)")
   for line in refused:
     print(f"not simulated: {line}")
+  print(f"Not shown: {'; '.join(checked.caveats)}.")
+
+
+def _unlike(measured: Row, before: Row, cause: Cause) -> list[str]:
+  """Whether the simulation is of what was measured: if not, its changes say little."""
+  shares = [row.num_calm / row.num_requests for row in (measured, before)]
+  if abs(shares[0] - shares[1]) <= UNLIKE:
+    return []
+  text = f"{shares[1]:.0%} of the requests are calm as simulated, {shares[0]:.0%} as measured"
+  if cause is Cause.CLIENT:
+    return [f"{text}: a simulation has no client that is late."]
+  return [
+    f"{text}: it is not what served them, so its changes say little. --model, --hardware, --pools "
+    f"and --set link=, scheduler.token_budget=, cache.num_rows=, cache.num_pages= say what did."
+  ]
 
 
 def _best(before: Row, *changes: Row) -> str:
-  """The change that helps most with as many devices, and one with more that does more."""
-  as_many = [row for row in changes if row.num_devices <= before.num_devices]
-  best = {row.name: row for row in (best_of(own) for own in (as_many, changes) if own)}
+  """The change that helps most with the devices there are, and one with others that does more."""
+  there = [row for row in changes if not row.num_new]
+  best = {row.name: row for row in (best_of(own) for own in (there, changes) if own)}
   texts = [
     f"{row.name}: requests without trouble {percent_text(before.num_calm, before.num_requests)} -> "
     f"{percent_text(row.num_calm, row.num_requests)} in simulation"

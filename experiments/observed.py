@@ -3,13 +3,16 @@
   events.jsonl      ours: one event a line, of one run or of several (`--run` names one). SLOs and
                     the experiment are in summary.json beside it.
   vLLM              the result of `vllm bench serve --save-result --save-detailed`: one JSON object
-                    (vllm/benchmarks/serve.py) whose lists `input_lens`, `output_lens`, `ttfts`,
-                    `itls`, `errors` and, in newer ones, `start_times` have an item a request, in
-                    seconds; its summary figures are in milliseconds. `itls` are between chunks, of
-                    which one may hold several tokens. Failed requests have an error or no output.
-  AIPerf            profile_export.jsonl (docs/tutorials/working-with-profile-exports.md): a line
-                    a request with `metadata` (`request_start_ns`, `benchmark_phase`) and `metrics`,
-                    each {"value", "unit"}: `time_to_first_token`, `input_sequence_length`,
+                    (vllm/benchmarks/serve.py, seen at commit 009e6d4) whose lists `input_lens`,
+                    `output_lens`, `ttfts`, `itls`, `errors` and, in newer ones, `start_times` and
+                    `queue_times` have an item a request, in seconds; its summary figures are in
+                    milliseconds. `itls` are between chunks: one may hold several tokens, and the
+                    first of a chat holds none. `queue_times` are what a request waited in the
+                    client. Failed requests have an error or no output.
+  AIPerf            profile_export.jsonl (docs/tutorials/working-with-profile-exports.md, seen of
+                    0.14): a line a request with `metadata` (`request_start_ns`, `benchmark_phase`,
+                    in newer ones `credit_issued_ns`, when it was due) and `metrics`, each {"value",
+                    "unit"}: `time_to_first_token`, `input_sequence_length`,
                     `output_sequence_length`, `inter_chunk_latency` (a list, with streaming) or
                     `inter_token_latency` (the mean). Failed requests have an `error`.
   CSV               arrival_s, prompt_tokens, output_tokens, ttft_s, and itl_s (gaps separated by
@@ -20,17 +23,18 @@ All but CSV may have failed requests, which are counted and not shown. Reads fil
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import gzip
 import json
 import math
 import os
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from experiments.validation.requests import Measured, check_units, read_requests
-from pdjax.analysis.diagnose import Observed, observe
+from experiments.validation.requests import check_units, doubt, read_requests
+from pdjax.analysis.diagnose import Observed, observe_by_id
 from pdjax.config import ExperimentConfig
 from pdjax.core.events import EventLog, read_events
 from pdjax.core.names import pick
@@ -46,19 +50,30 @@ FORMATS = (
 _VLLM = ("input_lens", "output_lens", "ttfts", "itls")
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0, "seconds": 1.0}
 _CLOCK_S = 1e-3  # of two clocks of one machine, the most that they may differ by
+_SKEW_S = 0.1  # of the clocks of two machines
+_LONG_TTFT_S = 5.0  # of the quickest request: possible, but not without a word
+_MOST_CHARS = 100  # of somebody else's error message
 
 
 class Seen(NamedTuple):
-  """What there is to see of a run. `log`, `slo` and `config` are None where only clients looked."""
+  """What there is to see of a run. `log`, `slo` and `config` are None where only clients looked.
+
+  `by_id` are the requests in order of arrival, by their ids; clients' by their place in the file,
+  from 0.
+  """
 
   kind: str
-  requests: tuple[Observed, ...]
+  by_id: Mapping[int, Observed]
   num_failed: int = 0
   notes: tuple[str, ...] = ()
   log: EventLog | None = None
   slo: Slo | None = None
   config: ExperimentConfig | None = None
   strategy: str | None = None
+
+  @property
+  def requests(self) -> tuple[Observed, ...]:
+    return tuple(self.by_id.values())
 
 
 def read_observed(path: str | os.PathLike[str], run: str | None = None) -> Seen:
@@ -73,10 +88,10 @@ def read_observed(path: str | os.PathLike[str], run: str | None = None) -> Seen:
   text = _text(path)
   if not text.strip():
     raise ValueError(f"{path} is empty; it must be {FORMATS}")
-  found = _records(text)
-  first = found[0][1] if found else None
-  if first is not None and "event" in first:
+  if _is_log(text):
     return _read_log(path, run)
+  found = _records(path, text)
+  first = found[0][1] if found else None
   if run is not None:
     raise ValueError(f"--run={run} goes with our events.jsonl, which {path} is not")
   if first is not None and ("ttfts" in first or "mean_ttft_ms" in first):
@@ -86,7 +101,32 @@ def read_observed(path: str | os.PathLike[str], run: str | None = None) -> Seen:
   if text.lstrip()[:1] in "{[":
     raise ValueError(f"{path}: JSON of another format; it must be {FORMATS}")
   rows = read_requests(path)
-  return Seen("CSV", tuple(_observed(f"{path}: request {i}", row) for i, row in enumerate(rows)))
+  requests = {place: Observed(**row._asdict()) for place, row in enumerate(rows)}
+  return _seen("CSV", requests, notes=[question] if (question := doubt(rows)) else [])
+
+
+def _seen(
+  kind: str, requests: Mapping[int, Observed], num_failed: int = 0, notes: Sequence[str] = ()
+) -> Seen:
+  """What clients saw, by its place in the file."""
+  least_s = min(request.served_s for request in requests.values())
+  if least_s > _LONG_TTFT_S:
+    notes = [
+      *notes,
+      f"the quickest first token took {least_s:.3g} s; if that is in ms, all of this is wrong",
+    ]
+  return Seen(kind, _in_order(requests), num_failed, tuple(notes))
+
+
+def _failures(reasons: Sequence[str]) -> list[str]:
+  """A note with what most failures say; a traceback says it in its last line."""
+  lasts = collections.Counter(
+    reason.strip().splitlines()[-1] for reason in reasons if reason.strip()
+  )
+  if not lasts:
+    return []
+  (reason, count), *_ = lasts.most_common(1)
+  return [f"{count} of {len(reasons)} failed requests say: {reason[:_MOST_CHARS]}"]
 
 
 def _text(path: pathlib.Path) -> str:
@@ -98,17 +138,29 @@ def _text(path: pathlib.Path) -> str:
     raise ValueError(f"{path}: no text ({error}); it must be {FORMATS}") from error
 
 
-def _records(text: str) -> list[tuple[int, dict[str, Any]]]:
+def _is_log(text: str) -> bool:
+  """By its first line: a log may be long."""
+  line = text.lstrip().partition("\n")[0]
+  try:
+    return line.startswith("{") and "event" in json.loads(line)
+  except json.JSONDecodeError:
+    return False
+
+
+def _records(path: pathlib.Path, text: str) -> list[tuple[int, dict[str, Any] | None]]:
   """JSON objects with the lines that they stand in: one over all lines, or one a line.
 
-  A line that is no object is None; nothing at all where the first is none.
+  A line that is no object is None; nothing at all where the file does not begin with an object.
+
+  Raises:
+    ValueError: it begins with one that is broken.
   """
   if not text.lstrip().startswith("{"):
     return []
   try:
     return [(1, json.loads(text))]
-  except json.JSONDecodeError:
-    pass
+  except json.JSONDecodeError as error:
+    whole = error
   found = []
   for number, line in enumerate(text.splitlines(), 1):
     if line.strip():
@@ -116,14 +168,17 @@ def _records(text: str) -> list[tuple[int, dict[str, Any]]]:
         found.append((number, json.loads(line)))
       except json.JSONDecodeError:
         if not found:
-          return []
+          raise ValueError(
+            f"{path}:{whole.lineno}: broken JSON, perhaps cut off ({whole.msg} at character "
+            f"{whole.colno}); it must be {FORMATS}"
+          ) from whole
         found.append((number, None))
   return found
 
 
-def _observed(where: str, row: Measured) -> Observed:
+def _observed(where: str, **fields: Any) -> Observed:
   try:
-    return Observed(**row._asdict())
+    return Observed(**fields)
   except ValueError as error:
     raise ValueError(f"{where}: {error}") from error
 
@@ -148,9 +203,17 @@ def _read_log(path: pathlib.Path, run: str | None) -> Seen:
   except ValueError as error:
     raise ValueError(f"{path}: {error}") from error
   slo, config = _summary(path.with_name("summary.json"))
-  failed = sum(r.outcome == "failed" for r in records.values())
-  requests = tuple(observe(records.values()))
-  return Seen("our event log", requests, failed, (), log, slo, config, name)
+  reasons = [r.failed_reason or "" for r in records.values() if r.outcome == "failed"]
+  return Seen(
+    "our event log",
+    observe_by_id(records.values()),
+    len(reasons),
+    tuple(_failures(reasons)),
+    log,
+    slo,
+    config,
+    name,
+  )
 
 
 def _summary(path: pathlib.Path) -> tuple[Slo | None, ExperimentConfig | None]:
@@ -178,50 +241,86 @@ def _read_vllm(path: pathlib.Path, results: Sequence[Mapping[str, Any] | None]) 
       f"are not in it"
     )
   lists = {name: _list(path, result, name) for name in _VLLM}
-  num_requests = len(lists["ttfts"])
-  for name in ("start_times", "errors"):
-    lists[name] = _list(path, result, name) if result.get(name) else [None] * num_requests
+  # Without a rate all are due at once, and are sent as others end: no client is late with them.
+  has_queue = bool(result.get("queue_times")) and isinstance(
+    result.get("request_rate"), int | float
+  )
+  for name in ("start_times", "errors", *(["queue_times"] if has_queue else [])):
+    lists[name] = _list(path, result, name) if result.get(name) else [None] * len(lists["ttfts"])
   lengths = {name: len(own) for name, own in lists.items()}
   if len(set(lengths.values())) > 1:
     raise ValueError(f"{path}: lists of different lengths: {lengths}")
-  rows, numbers, num_bundled, num_failed = [], [], 0, 0
-  columns = (lists[n] for n in ("start_times", *_VLLM, "errors"))
-  for number, (start_s, prompt, output, ttft_s, gaps_s, error) in enumerate(zip(*columns)):
-    where = f"{path}: request {number}"
-    if error or not output:
-      num_failed += 1
+  requests: dict[int, Observed] = {}
+  reasons, num_empty, num_bundled = [], 0, 0
+  for number, values in enumerate(zip(*lists.values())):
+    row = dict(zip(lists, values))
+    if row["errors"] or not row["output_lens"]:
+      reasons.append(str(row["errors"] or ""))
       continue
-    if not isinstance(gaps_s, list):
-      raise ValueError(f"{where}: itls={gaps_s!r} is no list of gaps")
-    gaps_s = tuple(_number(where, "itls", gap_s) for gap_s in gaps_s)
-    output = _count(where, "output_lens", output)
-    num_bundled += len(gaps_s) < output - 1
-    rows.append(
-      Measured(
-        arrival_s=None if start_s is None else _number(where, "start_times", start_s),
-        prompt_tokens=_count(where, "input_lens", prompt),
-        output_tokens=output,
-        ttft_s=_number(where, "ttfts", ttft_s),
-        tpot_s=sum(gaps_s) / (output - 1) if output > 1 else None,
-        itl_s=gaps_s,
-      )
+    requests[number] = request = _of_vllm(f"{path}: request {number}", row)
+    num_empty += len(row["itls"]) >= request.output_tokens
+    num_bundled += len(request.itl_s) < request.output_tokens - 1
+  if not requests:
+    raise ValueError(f"{path}: none of {lengths['ttfts']} requests succeeded")
+  if not any(request.served_s for request in requests.values()):
+    raise ValueError(f"{path}: all ttfts are 0: that backend does not stream what it generates")
+  check_units(path, list(requests.values()), list(requests))
+  _check_mean(path, result, requests.values())
+  notes = [*_failures(reasons), _since("vLLM", "queue_times", has_queue), *_bundled(num_bundled)]
+  if num_empty:
+    notes.append(
+      f"{num_empty} requests have a chunk for each token and one more: the first is taken to have "
+      f"none (the role, in a chat), and TTFT counts to the second"
     )
-    numbers.append(number)
-  if not rows:
-    raise ValueError(f"{path}: none of {num_requests} requests succeeded")
-  check_units(path, rows, numbers)
-  _check_mean(path, result, rows)
-  notes = ["TTFT counts from when the client sent a request, not from when it was due (vLLM)"]
-  if num_bundled:
-    notes.append(f"{num_bundled} requests got several tokens in a chunk: their gaps are of chunks")
-  seen = [_observed(f"{path}: request {n}", row) for n, row in zip(numbers, rows)]
-  return Seen("vllm bench serve", _in_order(seen), num_failed, tuple(notes))
+  return _seen("vllm bench serve", requests, len(reasons), notes)
 
 
-def _check_mean(path: pathlib.Path, result: Mapping[str, Any], rows: Sequence[Measured]) -> None:
+def _of_vllm(where: str, row: Mapping[str, Any]) -> Observed:
+  if not isinstance(row["itls"], list):
+    raise ValueError(f"{where}: itls={row['itls']!r} is no list of gaps")
+  gaps_s = tuple(_number(where, "itls", gap_s) for gap_s in row["itls"])
+  output = _count(where, "output_lens", row["output_lens"])
+  ttft_s = _number(where, "ttfts", row["ttfts"])
+  num_empty = len(gaps_s) + 1 - output  # chunks without a token: the first, then the last
+  if num_empty > 0:
+    ttft_s, gaps_s = ttft_s + gaps_s[0], gaps_s[1:output]
+  start_s, late_s = row["start_times"], row.get("queue_times") or 0.0
+  late_s = _number(where, "queue_times", late_s)
+  return _observed(
+    where,
+    arrival_s=None if start_s is None else _number(where, "start_times", start_s) - late_s,
+    prompt_tokens=_count(where, "input_lens", row["input_lens"]),
+    output_tokens=output,
+    ttft_s=ttft_s + late_s,
+    tpot_s=_mean_s(gaps_s, output),
+    itl_s=gaps_s,
+    sent_late_s=late_s,
+  )
+
+
+def _mean_s(gaps_s: Sequence[float], output_tokens: int) -> float | None:
+  """The mean time of a token; None for one token, and where all came in one chunk."""
+  return sum(gaps_s) / (output_tokens - 1) if output_tokens > 1 and gaps_s else None
+
+
+def _since(kind: str, name: str, is_known: bool) -> str:
+  if is_known:
+    return f"TTFT counts from when a request was due, as {name} says; {kind}'s own from when sent"
+  return f"TTFT counts from when the client sent a request, not from when it was due ({kind})"
+
+
+def _bundled(num_bundled: int) -> list[str]:
+  if not num_bundled:
+    return []
+  return [f"{num_bundled} requests got several tokens in a chunk: their gaps are of chunks"]
+
+
+def _check_mean(
+  path: pathlib.Path, result: Mapping[str, Any], requests: Collection[Observed]
+) -> None:
   """The file's own mean, which is in milliseconds, tells the unit of its lists."""
   mean_ms = result.get("mean_ttft_ms")
-  mean = math.fsum(row.ttft_s for row in rows) / len(rows)
+  mean = math.fsum(request.served_s for request in requests) / len(requests)
   if isinstance(mean_ms, int | float) and mean_ms > 0 and 0.5 < mean / mean_ms < 2:
     raise ValueError(
       f"{path}: ttfts have a mean of {mean:g} and mean_ttft_ms is {mean_ms:g}: milliseconds? they "
@@ -241,40 +340,52 @@ def _list(path: pathlib.Path, result: Mapping[str, Any], name: str) -> list[Any]
 def _read_aiperf(
   path: pathlib.Path, records: Iterable[tuple[int, Mapping[str, Any] | None]]
 ) -> Seen:
-  seen, num_failed, num_warm_up, num_bundled = [], 0, 0, 0
+  requests: dict[int, Observed] = {}
+  reasons, num_warm_up, num_bundled, knows_due = [], 0, 0, False
   for number, record in records:
     where = f"{path}:{number}"
-    metadata, metrics = _parts(where, record)
+    metadata, metrics, error = _parts(where, record)
     if metadata.get("benchmark_phase", "profiling") != "profiling":
       num_warm_up += 1
-    elif record.get("error") or metadata.get("was_cancelled"):
-      num_failed += 1
+    elif error or metadata.get("was_cancelled"):
+      reasons.append(_reason(error))
     else:
-      seen.append(_of_aiperf(where, metadata, metrics))
-      request = seen[-1]
+      requests[number - 1] = request = _of_aiperf(where, metadata, metrics)
       num_bundled += request.itl_s is not None and len(request.itl_s) < request.output_tokens - 1
-  if not seen:
+      knows_due |= metadata.get("credit_issued_ns") is not None
+  if not requests:
     raise ValueError(f"{path}: no request of the phase profiling succeeded")
-  notes = ["TTFT counts from when the client sent a request, not from when it was due (AIPerf)"]
+  notes = [*_failures(reasons), _since("AIPerf", "credit_issued_ns", knows_due)]
   if num_warm_up:
     notes.append(f"{num_warm_up} requests of the warm-up are left out")
-  if num_bundled:
-    notes.append(f"{num_bundled} requests got several tokens in a chunk: their gaps are of chunks")
-  return Seen("AIPerf", _in_order(seen), num_failed, tuple(notes))
+  return _seen("AIPerf", requests, len(reasons), [*notes, *_bundled(num_bundled)])
 
 
-def _parts(where: str, record: Mapping[str, Any] | None) -> tuple[Mapping, Mapping]:
-  parts = [
-    record.get(name) if isinstance(record, dict) else None for name in ("metadata", "metrics")
-  ]
-  if not all(isinstance(part, dict) for part in parts):
+def _reason(error: Any) -> str:
+  if isinstance(error, dict):
+    return ": ".join(str(error[name]) for name in ("type", "message") if error.get(name))
+  return str(error or "cancelled")
+
+
+def _parts(where: str, record: Mapping[str, Any] | None) -> tuple[Mapping, Mapping, Any]:
+  """Metadata, metrics and error; what failed may have no metrics."""
+  if not isinstance(record, dict):
+    raise ValueError(f"{where}: no JSON object; cut off, or another file")
+  metadata, metrics, error = (record.get(name) for name in ("metadata", "metrics", "error"))
+  metrics = {} if error and metrics is None else metrics
+  if not isinstance(metadata, dict) or not isinstance(metrics, dict):
     raise ValueError(f"{where}: no record of AIPerf, with metadata and metrics")
-  return parts[0], parts[1]
+  return metadata, metrics, error
 
 
 def _of_aiperf(where: str, metadata: Mapping[str, Any], metrics: Mapping[str, Any]) -> Observed:
-  start_ns = metadata.get("request_start_ns")
-  start_s = _number(where, "request_start_ns", start_ns) * _SECONDS["ns"]
+  start_s = _stamp_s(where, metadata, "request_start_ns")
+  due_s = start_s
+  if metadata.get("credit_issued_ns") is not None:
+    due_s = _stamp_s(where, metadata, "credit_issued_ns")
+    if due_s > start_s + _SKEW_S:
+      raise ValueError(f"{where}: sent {due_s - start_s:g} s before it was due: two clocks")
+  late_s = max(0.0, start_s - due_s)
   output = _count(where, "output_sequence_length", _value(where, metrics, "output_sequence_length"))
   ttft_s = _duration_s(where, metrics, "time_to_first_token")
   gaps_s = tpot_s = None
@@ -283,29 +394,31 @@ def _of_aiperf(where: str, metadata: Mapping[str, Any], metrics: Mapping[str, An
     if not isinstance(values, list):
       raise ValueError(f"{where}: inter_chunk_latency={values!r} is no list of gaps")
     gaps_s = tuple(scale * _number(where, "inter_chunk_latency", value) for value in values)
-  if output > 1:
-    tpot_s = sum(gaps_s) / (output - 1) if gaps_s is not None else None
-    if tpot_s is None:
-      tpot_s = _duration_s(where, metrics, "inter_token_latency")
-  end_ns = metadata.get("request_end_ns")
-  if end_ns is not None:
-    took_s = _number(where, "request_end_ns", end_ns) * _SECONDS["ns"] - start_s
+    tpot_s = _mean_s(gaps_s, output)
+  elif output > 1:  # 0 where all came in one chunk
+    tpot_s = _duration_s(where, metrics, "inter_token_latency") or None
+  if metadata.get("request_end_ns") is not None:
+    took_s = _stamp_s(where, metadata, "request_end_ns") - start_s
     if ttft_s > took_s + _CLOCK_S:
       raise ValueError(
         f"{where}: its first token came {ttft_s:g} s after its start, and its end {took_s:g} s: "
         f"two clocks, or another unit"
       )
-  row = Measured(
-    arrival_s=start_s,
-    prompt_tokens=_count(
-      where, "input_sequence_length", _value(where, metrics, "input_sequence_length")
-    ),
+  prompt = _value(where, metrics, "input_sequence_length")
+  return _observed(
+    where,
+    arrival_s=start_s - late_s,
+    prompt_tokens=_count(where, "input_sequence_length", prompt),
     output_tokens=output,
-    ttft_s=ttft_s,
+    ttft_s=ttft_s + late_s,
     tpot_s=tpot_s,
     itl_s=gaps_s,
+    sent_late_s=late_s,
   )
-  return _observed(where, row)
+
+
+def _stamp_s(where: str, metadata: Mapping[str, Any], name: str) -> float:
+  return _number(where, name, metadata.get(name)) * _SECONDS["ns"]
 
 
 def _value(where: str, metrics: Mapping[str, Any], name: str) -> Any:
@@ -345,10 +458,10 @@ def _count(where: str, name: str, value: Any) -> int:
   return int(number)
 
 
-def _in_order(seen: Sequence[Observed]) -> tuple[Observed, ...]:
+def _in_order(seen: Mapping[int, Observed]) -> dict[int, Observed]:
   """By arrival, the first at 0; as they stand where nobody noted when they came."""
-  if any(request.arrival_s is None for request in seen):
-    return tuple(seen)
-  start_s = min(request.arrival_s for request in seen)
-  moved = [dataclasses.replace(r, arrival_s=r.arrival_s - start_s) for r in seen]
-  return tuple(sorted(moved, key=lambda request: request.arrival_s))
+  if any(request.arrival_s is None for request in seen.values()):
+    return dict(seen)
+  start_s = min(request.arrival_s for request in seen.values())
+  moved = {i: dataclasses.replace(r, arrival_s=r.arrival_s - start_s) for i, r in seen.items()}
+  return dict(sorted(moved.items(), key=lambda item: item[1].arrival_s))

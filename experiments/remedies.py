@@ -5,6 +5,7 @@ A remedy is another experiment for the same requests. Reads nothing; changes not
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -15,7 +16,7 @@ from configs.hardware import HARDWARE, LINKS, link
 from experiments.serving import Experiment, log_of, unserved
 from experiments.traffic import read_traffic
 from experiments.validation.requests import to_requests
-from pdjax.analysis.diagnose import Cause, Observed, is_troubled, observe
+from pdjax.analysis.diagnose import STALL_GAPS, Cause, Observed, is_troubled, observe
 from pdjax.analysis.verdict import percent_text, time_text
 from pdjax.config import ExperimentConfig, PoolSpec, WorkloadConfig, num_devices_of, parse_pools
 from pdjax.core.events import EventLog
@@ -176,9 +177,10 @@ def _more_pages(config: ExperimentConfig) -> Iterator[Remedy]:
 
 
 def _more_rows(config: ExperimentConfig) -> Iterator[Remedy]:
-  rows = 4 * config.cache.num_rows
-  cache = dataclasses.replace(config.cache, layout="paged", num_rows=rows)
-  yield f"{rows} rows", dataclasses.replace(config, cache=cache)
+  rows = min(4 * config.cache.num_rows, config.scheduler.token_budget)  # a step has a token of each
+  if rows > config.cache.num_rows:
+    cache = dataclasses.replace(config.cache, layout="paged", num_rows=rows)
+    yield f"{rows} rows", dataclasses.replace(config, cache=cache)
 
 
 def _on_faster(config: ExperimentConfig, role: str) -> Iterator[Remedy]:
@@ -311,14 +313,28 @@ class Row(NamedTuple):
   num_requests: int
   num_met: int  # of all requests; those that failed are none of them
   num_calm: int  # without a stall, too
+  nearest: float  # p99 of what comes nearest to its target, or beyond, in times of that
+  num_new: int = 0  # devices that are not there yet
 
 
 def row_of(
-  name: str, num_devices: int | None, requests: Sequence[Observed], num_failed: int, slo: Slo
+  name: str,
+  num_devices: int | None,
+  requests: Sequence[Observed],
+  num_failed: int,
+  slo: Slo,
+  num_new: int = 0,
 ) -> Row:
   met = [r for r in requests if r.ttft_s <= slo.ttft_s and (r.tpot_s or 0.0) <= slo.tpot_s]
   calm = sum(not is_troubled(r, slo) for r in requests)
-  return Row(name, num_devices, requests, len(requests) + num_failed, len(met), calm)
+  in_targets = (
+    [r.ttft_s / slo.ttft_s for r in requests],
+    [(r.tpot_s or 0.0) / slo.tpot_s for r in requests],
+    [r.longest_gap_s / (STALL_GAPS * slo.tpot_s) for r in requests],
+  )
+  nearest = max(percentile(own, 99) or 0.0 for own in in_targets)
+  n = len(requests) + num_failed
+  return Row(name, num_devices, requests, n, len(met), calm, nearest, num_new)
 
 
 def try_out(
@@ -327,8 +343,12 @@ def try_out(
   slo: Slo,
   show: Callable[[str], None] = lambda text: None,
 ) -> tuple[list[Row], list[str]]:
-  """Rows of the experiments, in order, and what could not be simulated, and why."""
+  """Rows of the experiments, in order, and what could not be simulated, and why.
+
+  The first has the devices that are there.
+  """
   asked, rows, refused = to_requests(requests), [], []
+  there = _hardware(found[0][1])
   for what, config in found:
     show(f"simulating {what}")
     try:
@@ -337,13 +357,24 @@ def try_out(
       refused.append(f"{what}: {error}")
       continue
     seen = observe(records.values())
-    rows.append(row_of(what, config.num_devices, seen, len(records) - len(seen), slo))
+    num_new = (_hardware(config) - there).total()
+    num_failed = len(records) - len(seen)
+    rows.append(row_of(what, config.num_devices, seen, num_failed, slo, num_new))
   return rows, refused
 
 
+def _hardware(config: ExperimentConfig) -> collections.Counter[str]:
+  """How many devices of each kind."""
+  return collections.Counter(
+    spec.hardware or config.hardware for spec in config.pools_of(config.pools) for _ in spec.devices
+  )
+
+
 def best_of(rows: Sequence[Row]) -> Row:
-  """The one under which most requests are well; of equals the one with fewest devices."""
-  return max(rows, key=lambda row: (row.num_calm, -(row.num_devices or 0)))
+  """The one under which most requests are well; of equals that with fewest new devices, then that
+  which keeps farthest from its targets.
+  """
+  return max(rows, key=lambda row: (row.num_calm, -row.num_new, -row.nearest))
 
 
 def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:

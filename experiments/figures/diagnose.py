@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from experiments.figures.serving import COPY_COLOUR, KIND_COLOURS, PHASES, STYLE, _matplotlib
-from pdjax.analysis.diagnose import Cause, Diagnosis, Observed, Symptom
+from pdjax.analysis.diagnose import STALL_GAPS, Cause, Diagnosis, Observed, Symptom
 
 MOST_BINS = 60
+LEAST_DRAWN = 1e-3  # of all bars: what is less cannot be seen, and has no place in the legend
 # Those of phases where a cause is one; the others of Okabe and Ito's palette.
 COLOURS = {
   Cause.QUEUEING: PHASES["queue_s"][1],
@@ -80,8 +81,11 @@ def _draw_ttfts(axes, by_id, at_s, found: Diagnosis) -> set[Cause]:
     axes.bar(edges[:-1], height, np.diff(edges), bottom, align="edge", color=colour)
     bottom += height
   axes.axhline(found.slo.ttft_s, color="#666666", linestyle="--")
-  axes.set(title="TTFT, and what late requests lost to each cause", ylabel="mean (s)")
-  return {cause for cause, seconds in parts.items() if seconds.any()}
+  axes.set(
+    title="TTFT, and what late requests lost to each cause (dashed: target)", ylabel="mean (s)"
+  )
+  least_s = LEAST_DRAWN * (rest.sum() + sum(seconds.sum() for seconds in parts.values()))
+  return {cause for cause, seconds in parts.items() if seconds.sum() > least_s}
 
 
 def _draw_gaps(axes, by_id, at_s, found: Diagnosis) -> set[Cause]:
@@ -96,8 +100,11 @@ def _draw_gaps(axes, by_id, at_s, found: Diagnosis) -> set[Cause]:
     by_cause[loss.main].append((at, by_id[i].longest_gap_s))
   for cause, points in by_cause.items():
     axes.plot(*zip(*points), "o", markersize=5, color=COLOURS[cause])
-  axes.axhline(found.slo.tpot_s, color="#666666", linestyle="--")
-  axes.set(title="Longest gap of each request", ylabel="gap (s)")
+  axes.axhline(STALL_GAPS * found.slo.tpot_s, color="#666666", linestyle="--")
+  axes.set(
+    title=f"Longest gap of each request (dashed: {STALL_GAPS:g} TPOT targets, a stall)",
+    ylabel="gap (s)",
+  )
   if fine or by_cause:
     axes.set_yscale("log")
   return set(by_cause)

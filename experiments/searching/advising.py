@@ -19,19 +19,19 @@ from experiments.searching.goals import (
   data_of,
   found,
   make_search,
-  nothing_passes,
   table,
   with_pools,
   with_slo,
 )
 from experiments.searching.placing import BASELINE_BUDGETS, Candidate, best_of
-from experiments.searching.probe import unloaded
+from experiments.searching.probe import Probe, unloaded
 from experiments.traffic import Traffic, read_traffic
 from experiments.worlds import num_links
 from pdjax.analysis.placement import Nodes, Shape, shapes
-from pdjax.analysis.rules import Rule, costs_more_than_it_gains, rules
+from pdjax.analysis.rules import Rule, rules
 from pdjax.analysis.targets import Attainment
-from pdjax.config import ExperimentConfig, parse_pools
+from pdjax.analysis.verdict import time_text
+from pdjax.config import ExperimentConfig, WorkloadConfig, parse_pools
 from pdjax.core.names import pick
 from pdjax.workloads.lengths import Lengths, Sampled
 
@@ -39,7 +39,9 @@ KINDS = ("continuous", "chunked", "disaggregated")
 POLICY = {"continuous": "prefill_first", "chunked": "sarathi"}
 SAME = 0.05  # rates that differ by less are the same, as they are found to within as much
 FACTORS = (0.25, 0.5, 2.0, 4.0)  # of prompt lengths and SLOs, to see what flips the choice
+WAITS = 5.0  # TTFT SLOs that a probe lasts, at least: in a shorter one a queue can break no target
 QUICK_FACTORS = (0.5, 2.0)
+SERVED = 500  # requests, by the config that is written
 OTHER_LINKS = ("10gbps", "100gbps", "nvlink")
 
 
@@ -70,18 +72,32 @@ class Setting(NamedTuple):
 
 
 class Flip(NamedTuple):
-  """The two best with one thing changed."""
+  """The best of each kind with one thing changed: the choice first, then the others."""
 
   what: str
-  searches: tuple[RateSearch, RateSearch]  # of the choice, of the runner-up
+  searches: list[RateSearch]
+
+  @property
+  def is_over(self) -> bool:
+    return all(search.is_over for search in self.searches)
 
   @property
   def flips(self) -> bool | None:
-    """None: neither serves anything, or it is not known."""
-    own, other = (search.passed_rps for search in self.searches)
-    if not all(search.is_over for search in self.searches) or own is other is None:
+    """None: none serves anything, or it is not known."""
+    rates = [search.passed_rps for search in self.searches]
+    if not self.is_over or not any(rates):
       return None
-    return (other or 0.0) > (own or 0.0) * (1 + SAME)
+    return (self.winner.passed_rps or 0.0) > (rates[0] or 0.0) * (1 + SAME)
+
+  @property
+  def winner(self) -> RateSearch:
+    return max(self.searches, key=lambda search: search.passed_rps or 0.0)
+
+  @property
+  def says(self) -> str:
+    """What the winner serves then, and the choice."""
+    rates = [(s.name.rsplit(": ", 1)[1], s.passed_rps) for s in (self.winner, self.searches[0])]
+    return ", ".join(f"{kind} serves {f'{rps:.4g}/s' if rps else 'nothing'}" for kind, rps in rates)
 
 
 class AdviceGoal:
@@ -90,8 +106,8 @@ class AdviceGoal:
   First the rules that need no simulation. Then candidates: pools of every tensor parallelism that
   holds the model; of chunked prefill a range of token budgets, of separate pools every ratio of
   prefill to decode pools. One replica stands for all in the search, the best of each kind are
-  served once more with all their pools. Last, the choice and the best of another kind with other
-  prompt lengths, links and SLOs: what flips the order.
+  served once more with all their pools. Last, the choice and the best of the other kinds with other
+  prompt lengths, links and SLOs: what flips the choice.
 
   Raises:
     ValueError: the model fits on no pool of so many devices, or a target that is no attainment.
@@ -122,12 +138,17 @@ class AdviceGoal:
         f"{largest.tp} devices {why}"
       )
     first = with_pools(config, self._shapes[0].text("mixed"))
+    slo = with_slo(first).slo
     self.asked = dataclasses.replace(
-      asked, config=dataclasses.replace(config, slo=with_slo(first).slo)
+      asked,
+      config=dataclasses.replace(config, slo=slo),
+      least_s=max(asked.least_s, WAITS * slo.ttft_s),
     )
     self.rules = self._rules(first)
     self.searches: dict[str, list[RateSearch]] = {}
     self.finals: dict[Setting, RateSearch] = {}
+    self._not_tried: dict[str, str] = {}  # changes, and why not
+    self._promising: dict[str, Setting] = {}  # the best of each kind, or what promises most
     self.flips: list[Flip] = []
 
   def _fits(self, shape: Shape, asked: Asked) -> bool:
@@ -212,12 +233,16 @@ class AdviceGoal:
         )
         for setting in settings
       ]
+      if not candidates:
+        continue
       best = best_of(self.asked, candidates, driver, self.searches.setdefault(kind, []))
-      if best is not None:
-        setting = best[0].thing
-        self.finals[setting] = make_search(self.asked, setting.label, self.config_of(setting))
+      if best is None:
+        self._promising[kind] = max(candidates, key=_promise_rps).thing
+        continue
+      self._promising[kind] = setting = best[0].thing
+      self.finals[setting] = make_search(self.asked, setting.label, self.config_of(setting))
     driver.run(list(self.finals.values()))
-    if len(self.ranked) > 1:
+    if self.ranked and len(self._promising) > 1 and not self._decides_nothing:
       self._look_for_flips(driver)
 
   @property
@@ -235,19 +260,42 @@ class AdviceGoal:
       ranked.insert(0, simplest)
     return ranked
 
+  @property
+  def _decides_nothing(self) -> bool:
+    """Whether the SLOs are so loose that the choice meets them at any rate that was tried."""
+    return self.finals[self.ranked[0]].bound.failed_rps is None
+
   def _look_for_flips(self, driver: Driver) -> None:
-    pair = self.ranked[:2]
+    """The choice and the runner-up at any rate; the last kind only at one that beats the choice."""
+    kinds = {setting.kind for setting in self.ranked}
+    last = [setting for kind, setting in self._promising.items() if kind not in kinds]
+    settings = [*self.ranked, *last]
+    changes = self._changes(settings)
     asked = dataclasses.replace(self.asked, confirms=False)
-    for what, change in self._changes(pair).items():
-      searches = tuple(
-        make_search(asked, f"{what}: {s.kind}", change(self.config_of(s)), is_candidate=True)
-        for s in pair
-      )
-      self.flips.append(Flip(what, searches))
-    driver.run([search for flip in self.flips for search in flip.searches])
+
+    def search(what: str, setting: Setting, beats_rps: float | None = None) -> RateSearch:
+      config = changes[what](self.config_of(setting))
+      name = f"{what}: {setting.kind}"
+      return make_search(asked, name, config, must_beat_rps=beats_rps, is_candidate=True)
+
+    for what in changes:
+      try:
+        self.flips.append(Flip(what, [search(what, setting) for setting in settings[:2]]))
+      except ValueError as error:
+        self._not_tried[what] = str(error)
+    driver.run([own for flip in self.flips for own in flip.searches])
+    for flip in self.flips:
+      own_rps = flip.searches[0].passed_rps
+      beats_rps = own_rps and own_rps * (1 + SAME)
+      for setting in settings[2:]:
+        try:
+          flip.searches.append(search(flip.what, setting, beats_rps))
+        except ValueError as error:
+          self._not_tried[f"{flip.what}: {setting.kind}"] = str(error)
+    driver.run([own for flip in self.flips for own in flip.searches[2:]])
 
   def _changes(
-    self, pair: Sequence[Setting]
+    self, settings: Sequence[Setting]
   ) -> dict[str, Callable[[ExperimentConfig], ExperimentConfig]]:
     """What is changed, one thing at a time."""
     factors = QUICK_FACTORS if self._quick else FACTORS
@@ -258,29 +306,35 @@ class AdviceGoal:
       return lambda c: dataclasses.replace(c, slo=dataclasses.replace(c.slo, **own))
 
     for factor in factors:
-      lengths = self._with_prompts(factor)
-      if lengths is not None:
-        changes[f"prompts {factor:g} times as long"] = lambda c, lengths=lengths: (
-          dataclasses.replace(
-            c, workload=dataclasses.replace(c.workload, lengths=lengths, trace=None)
-          )
-        )
+      what, workload = self._with_prompts(factor)
+      changes[what] = lambda c, workload=workload: dataclasses.replace(c, workload=workload)
     for name, value_s in (("ttft_s", slo.ttft_s), ("tpot_s", slo.tpot_s)):
       for factor in factors:
-        what = f"{name[:4].upper()} SLO {value_s * factor:.3g} s"
+        what = f"{name[:4].upper()} SLO {time_text(value_s * factor)}"
         changes[what] = with_slos(**{name: value_s * factor})
-    if any(setting.kind == "disaggregated" for setting in pair):
+    if any(setting.kind == "disaggregated" for setting in settings):
       for other in OTHER_LINKS:
         if link(other).bytes_per_s != link(self.asked.config.link).bytes_per_s:
           changes[f"link {other}"] = lambda c, other=other: dataclasses.replace(c, link=other)
     return changes
 
-  def _with_prompts(self, factor: float) -> Sampled | None:
-    """The requests with prompts so many times as long; None where the model has no room."""
-    pairs = self.traffic.sample(self.asked.config.workload.seed)
-    longer = tuple(Lengths(max(1, round(p * factor)), n) for p, n in pairs)
-    longest = max(map(sum, longer))
-    return None if factor > 1 and longest > self.model.max_len else Sampled(recorded=longer)
+  def _with_prompts(self, factor: float) -> tuple[str, WorkloadConfig]:
+    """The requests with prompts so many times as long, as far as the model has room; in words."""
+    workload = self.asked.config.workload
+    pairs = self.traffic.sample(workload.seed)
+    room = max(self.model.max_len, *map(sum, pairs))
+    wanted = [max(1, round(prompt * factor)) for prompt, _ in pairs]
+    longer = tuple(Lengths(min(p, max(1, room - n)), n) for p, (_, n) in zip(wanted, pairs))
+    what = f"prompts {factor:g} times as long"
+    if any(p > own.prompt_tokens for p, own in zip(wanted, longer)):
+      what += f" (with the answer at most {room} tokens)"
+    own: dict[str, Any] = {"lengths": Sampled(recorded=longer), "length_scale": 1}
+    if self.traffic.trace is not None:
+      own |= {"trace": None, "trace_limit_s": None, "trace_speed": 1.0, "trace_spread_s": None}
+      if self.traffic.lengths is None:
+        own["arrivals"] = "poisson"
+        what += " (Poisson arrivals)"
+    return what, dataclasses.replace(workload, **own)
 
   # The report -------------------------------------------------------------------------------------
 
@@ -289,7 +343,7 @@ class AdviceGoal:
     if not all(search.is_over for search in every) or not every:
       return "interrupted: nothing is recommended."
     if not self.ranked:
-      return nothing_passes(every) or "no search came to a rate."
+      return self._out_of_reach(every)
     best, *others = self.ranked
     lines = [f"Use {best.label}: {found(self.finals[best])}."]
     rate = self.finals[best].passed_rps
@@ -307,25 +361,66 @@ class AdviceGoal:
       lines += [f"Then {s.label}, {self.finals[s].passed_rps:.4g}/s." for s in others[1:]]
     missing = [kind for kind in self.searches if kind not in {s.kind for s in self.ranked}]
     if missing:
-      lines.append(f"{', '.join(missing)}: meets the SLOs at no rate.")
+      lines.append(f"No rate meets the SLOs under {' or '.join(missing)}.")
+    if self._decides_nothing:
+      lines.append(
+        "No rate that was tried breaks these SLOs, so they decide nothing: tighten them."
+      )
+      return "\n".join(lines)
     lines += self._flip_lines()
-    if best.kind != "disaggregated" and (why := costs_more_than_it_gains(self.rules)):
+    if (why := self._why_not_apart()) is not None:
       lines.append(why)
     return "\n".join(lines)
 
+  def _out_of_reach(self, every: Sequence[RateSearch]) -> str:
+    """What comes closest to each SLO where nobody meets anybody."""
+    unloaded = [(search.name, min(search.outcomes, key=lambda o: o.rate_rps))
+                for search in every if search.outcomes]  # fmt: skip
+    lines = [f"Nothing meets the SLOs, not even with next to no load ({self.asked.target.label})."]
+    for name in ("ttft", "tpot"):
+      found = [(value, own) for own, o in unloaded if (value := getattr(o, f"{name}_p90_s"))]
+      if found:
+        value_s, own = min(found)
+        slo_s = getattr(self.asked.config.slo, f"{name}_s")
+        lines.append(
+          f"The lowest {name.upper()} p90 is {time_text(value_s)}, of {own}; the SLO is "
+          f"{time_text(slo_s)}."
+        )
+    return "\n".join(lines)
+
+  def _why_not_apart(self) -> str | None:
+    """That separate pools cost more than they gain, where they do; None where they are chosen, or
+    serve as much and no rule of thumb speaks against them.
+    """
+    best = self.ranked[0]
+    if best.kind == "disaggregated":
+      return None
+    against = [rule.says for rule in self.rules if not rule.speaks_for_separation]
+    if "disaggregated" not in self.searches:
+      return (
+        f"Separate pools were not searched: {self._num_devices} x {self._device.label} cannot hold "
+        f"two pools of {self.model.name}."
+      )
+    rate = self.finals[best].passed_rps
+    other = next((s for s in self.ranked if s.kind == "disaggregated"), None)
+    other_rps = None if other is None else self.finals[other].passed_rps
+    if other_rps is None:
+      shown = "separate pools meet the SLOs at no rate"
+    else:
+      shown = f"the best separate pools serve {other_rps:.4g}/s, {best.kind} {rate:.4g}/s"
+      if other_rps * (1 + SAME) >= rate and not against:
+        return None
+    return f"Disaggregation costs more than it gains here: {'; '.join([shown, *against])}."
+
   def _flip_lines(self) -> list[str]:
-    if not self.flips:
-      return []
-    flipped = [flip for flip in self.flips if flip.flips]
+    lines = [f"Flips with {flip.what}: then {flip.says}." for flip in self.flips if flip.flips]
     kept = [flip.what for flip in self.flips if flip.flips is False]
-    lines = [
-      f"Flips with {flip.what}: then {flip.searches[1].name.rsplit(': ', 1)[1]} serves "
-      f"{_rate(flip.searches[1])}, {flip.searches[0].name.rsplit(': ', 1)[1]} "
-      f"{_rate(flip.searches[0])}."
-      for flip in flipped
-    ]
     if kept:
       lines.append(f"Does not flip with {', '.join(kept)}.")
+    neither = [flip.what for flip in self.flips if flip.flips is None and flip.is_over]
+    if neither:
+      lines.append(f"Nothing meets the SLOs with {', '.join(neither)}.")
+    lines += [f"Not tried, {what}: {why}." for what, why in self._not_tried.items()]
     return lines
 
   def report(self) -> tuple[str, dict[str, Any]]:
@@ -343,7 +438,7 @@ class AdviceGoal:
     words = self.verdict()
     lines += ["Advice", *(f"  {line}" for line in words.splitlines())]
     if self.ranked:
-      commands = vllm_commands(self.ranked[0], self.asked.config, sum(self.traffic.longest))
+      commands = vllm_commands(self.ranked[0], self.asked.config, self._longest_tokens)
       lines += ["The like of it in vLLM", *(f"  {line}" for line in commands)]
     data = {
       "num_devices": self._num_devices,
@@ -361,15 +456,22 @@ class AdviceGoal:
     }  # fmt: skip
     return "\n".join(lines), data
 
+  @property
+  def _longest_tokens(self) -> int:
+    """Of the longest request, so far as the model can hold it."""
+    return min(sum(self.traffic.longest), self.model.max_len)
+
   def write_config(self, path: pathlib.Path) -> None:
     """Writes the recommended experiment as a config file, at 0.8 of its goodput."""
     best = self.ranked[0]
     config = self.config_of(best)
-    workload = dataclasses.replace(
-      config.workload, rate_rps=round(0.8 * self.finals[best].passed_rps, 4), num_requests=500
+    workload = dataclasses.replace(config.workload, num_requests=SERVED)
+    probe = Probe(
+      config=dataclasses.replace(config, workload=workload),
+      rate_rps=round(0.8 * self.finals[best].passed_rps, 4),
     )
     with whole_file(path) as part:
-      part.write_text(config_source(dataclasses.replace(config, workload=workload), best.label))
+      part.write_text(config_source(probe.at_rate, best.label))
 
   def draw(self, out: pathlib.Path) -> list[str]:
     from experiments.figures.search import draw_bars, draw_frontier
@@ -390,8 +492,9 @@ class AdviceGoal:
     return files
 
 
-def _rate(search: RateSearch) -> str:
-  return "nothing" if search.passed_rps is None else f"{search.passed_rps:.4g}/s"
+def _promise_rps(candidate: Candidate) -> float:
+  """The rate that step times promise for all devices."""
+  return unloaded(candidate.config).capacity_rps * candidate.weight
 
 
 def config_source(config: ExperimentConfig, label: str) -> str:
@@ -441,23 +544,32 @@ def _source(value: Any, indent: str, names: dict[str, set[str]]) -> str:
 
 
 def vllm_commands(setting: Setting, config: ExperimentConfig, longest_tokens: int) -> list[str]:
-  """How vLLM (0.10 and later) would be started for the same; a router in front is not its part."""
+  """How vLLM's V1 engine would be started for the same, and what is different there."""
   base = f"vllm serve {HUGGING_FACE.get(config.model, config.model)}"
   base += f" --max-num-seqs {config.cache.num_rows} --block-size {config.cache.page_size}"
-  base += f" --max-model-len {longest_tokens}"
+  base += f" --max-model-len {longest_tokens} --no-enable-prefix-caching"
+  whole = max(longest_tokens, config.cache.num_rows)  # a budget below either is refused
   lines = []
-  for spec, count in _counted(setting.pools).items():
-    tp, role = spec
+  for (tp, role), count in _counted(setting.pools).items():
     command = base + (f" --tensor-parallel-size {tp}" if tp > 1 else "")
     if setting.kind == "chunked":
       command += f" --enable-chunked-prefill --max-num-batched-tokens {setting.token_budget}"
     elif role != "decode":
-      command += f" --no-enable-chunked-prefill --max-num-batched-tokens {longest_tokens}"
+      command += f" --no-enable-chunked-prefill --max-num-batched-tokens {whole}"
     if setting.kind == "disaggregated":
       kind = "kv_producer" if role == "prefill" else "kv_consumer"
       transfer = f'{{"kv_connector":"NixlConnector","kv_role":"{kind}"}}'
       command += f" --kv-transfer-config '{transfer}'"
     lines.append(f"{count} x {command}")
+  if setting.kind == "continuous":
+    lines.append("(V1 computes a whole prompt in one step with running decodes, not before them)")
+  if setting.kind == "disaggregated":
+    lines.append(
+      "(each with its own --port and VLLM_NIXL_SIDE_CHANNEL_PORT, behind a proxy that asks a "
+      "producer for one token, then a consumer for the rest)"
+    )
+  elif sum(_counted(setting.pools).values()) > 1:
+    lines.append("(each with its own --port, behind a router)")
   return lines
 
 

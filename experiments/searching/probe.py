@@ -167,8 +167,12 @@ def _since_arrival(record: RequestRecord) -> RequestRecord:
 def unloaded(config: ExperimentConfig) -> Experiment:
   """The experiment before it serves: its SLOs, and the capacity that step times promise.
 
+  Of a recording all requests count, of others one is drawn: what they are like is known without.
+
   Raises:
     ValueError: an experiment that cannot run.
   """
-  workload = dataclasses.replace(config.workload, num_requests=1, rate_rps=1.0)
+  workload = dataclasses.replace(config.workload, rate_rps=1.0)
+  if workload.trace is None:
+    workload = dataclasses.replace(workload, num_requests=1)
   return unserved(dataclasses.replace(config, workload=workload))

@@ -78,6 +78,8 @@ def read_requests(path: str | os.PathLike[str]) -> tuple[Measured, ...]:
     tpot_s = itl_s = None
     if has_gaps:
       itl_s = _gaps(where, record)
+      if not itl_s and row.output_tokens > 1:
+        raise ValueError(f"{where}: {GAPS} is missing: {row.output_tokens} output tokens have gaps")
       if itl_s and len(itl_s) >= row.output_tokens:
         raise ValueError(
           f"{where}: {GAPS} has {len(itl_s)} gaps, but {row.output_tokens} output tokens have "

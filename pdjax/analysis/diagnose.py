@@ -63,10 +63,11 @@ class Symptom(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-  """A request as its client saw it. `tpot_s` is None for one token.
+  """A request as its client saw it. `tpot_s` is None for one token, or all in one chunk.
 
-  `arrival_s` None: nobody noted when it was sent. `itl_s` are the gaps between what came, None
-  where their mean alone is known; a server that sends several tokens at once gives fewer of them.
+  `arrival_s` None: nobody noted when it was due. `sent_late_s` of `ttft_s` went by before it was
+  sent, where its client noted that. `itl_s` are the gaps between what came, None where their mean
+  alone is known; a server that sends several tokens at once gives fewer of them.
 
   Raises:
     ValueError: a first token before its arrival, or a negative gap.
@@ -78,18 +79,21 @@ class Observed:
   ttft_s: float
   tpot_s: float | None
   itl_s: tuple[float, ...] | None = None
+  sent_late_s: float = 0.0
 
   def __post_init__(self):
-    if not self.ttft_s >= 0:
-      raise ValueError(f"ttft_s={self.ttft_s}: its first token came before its arrival")
+    if not self.sent_late_s >= 0:
+      raise ValueError(f"sent {-self.sent_late_s} s before it was due")
+    if not self.ttft_s >= self.sent_late_s:
+      raise ValueError(f"ttft_s={self.served_s}: its first token came before its arrival")
     least_s = min(self.itl_s or (), default=self.tpot_s or 0.0)
     if not least_s >= 0:
       raise ValueError(f"a gap of {least_s} s: a token came before the one before it")
 
   @property
-  def e2e_s(self) -> float:
-    more_s = sum(self.itl_s) if self.itl_s is not None else (self.tpot_s or 0.0) * self._num_gaps
-    return self.ttft_s + more_s
+  def served_s(self) -> float:
+    """From when it was sent to its first token."""
+    return self.ttft_s - self.sent_late_s
 
   @property
   def _num_gaps(self) -> int:
@@ -107,13 +111,13 @@ class Observed:
     return max(self.itl_s or (), default=0.0)
 
 
-def observe(records: Iterable[RequestRecord]) -> list[Observed]:
+def observe_by_id(records: Iterable[RequestRecord]) -> dict[int, Observed]:
   """Finished requests as a client with no lag of its own saw them, in order of arrival."""
   finished = sorted(
     (r for r in records if r.outcome == "finished"), key=lambda r: (r.arrival_s, r.request_id)
   )
-  return [
-    Observed(
+  return {
+    r.request_id: Observed(
       arrival_s=r.arrival_s,
       prompt_tokens=r.num_prompt_tokens,
       output_tokens=len(r.token_s),
@@ -122,7 +126,12 @@ def observe(records: Iterable[RequestRecord]) -> list[Observed]:
       itl_s=r.itl_s,
     )
     for r in finished
-  ]
+  }
+
+
+def observe(records: Iterable[RequestRecord]) -> list[Observed]:
+  """The same without their ids."""
+  return list(observe_by_id(records).values())
 
 
 Lost = dict[Cause, float]
@@ -179,6 +188,11 @@ class Diagnosis:
   def is_ambiguous(self) -> bool:
     return len(self.findings) > 1 and self.findings[1].share >= ALIKE * self.findings[0].share
 
+  @property
+  def first_causes(self) -> tuple[Cause, ...]:
+    """The first, and the one that cannot be told apart from it."""
+    return tuple(found.cause for found in self.findings[: 1 + self.is_ambiguous])
+
   def __str__(self) -> str:
     lines = [
       f"{self.num_troubled} of {self.num_requests} requests are late (TTFT above "
@@ -188,8 +202,7 @@ class Diagnosis:
     for number, found in enumerate(self.findings, 1):
       lines.append(f"{number}. {found.cause}: {found.says}")
     if self.is_ambiguous:
-      first, second = self.findings[:2]
-      alike = f"{first.cause} and {second.cause} have like evidence"
+      alike = f"{' and '.join(self.first_causes)} have like evidence"
       lines.append(f"Ambiguous: {alike}; change one and look again.")
     return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
 
@@ -230,8 +243,11 @@ class Seconds:
 
   def within(self, start_s: float, end_s: float) -> float:
     """Never more than the span."""
-    found_s = self._until(end_s) - self._until(start_s)
-    return min(max(0.0, found_s), max(0.0, end_s - start_s))
+    return min(self.total(start_s, end_s), max(0.0, end_s - start_s))
+
+  def total(self, start_s: float, end_s: float) -> float:
+    """More than the span where they overlap."""
+    return max(0.0, self._until(end_s) - self._until(start_s))
 
   def _until(self, time_s: float) -> float:
     i = bisect.bisect_right(self._at_s, time_s)

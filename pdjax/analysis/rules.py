@@ -84,17 +84,3 @@ def rules(
       + f" than the target between tokens, {time_text(tpot_slo_s)}",
     ),
   ]
-
-
-def costs_more_than_it_gains(found: Sequence[Rule]) -> str | None:
-  """Why separate pools will not pay, where the rules are clear about it; else None.
-
-  They are where a copy cannot hide, or most prompts are short, and no prompt is much in the way.
-  """
-  by_name = {rule.name: rule for rule in found}
-  cheap = [name for name in ("transfer", "length") if not by_name[name].speaks_for_separation]
-  calm = [name for name in ("interference", "target") if not by_name[name].speaks_for_separation]
-  if not cheap or not calm:
-    return None
-  why = "; ".join(by_name[name].says for name in (*cheap, *calm))
-  return f"Disaggregation costs more than it gains here: {why}."

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Sequence
 
@@ -62,13 +63,14 @@ class Quiet:
     longer = [r for r in requests if r.prompt_tokens >= middle]
     tpots_s = [r.tpot_s for r in requests if r.tpot_s is not None]
     return cls(
-      prompt_token_s=min(r.ttft_s / r.prompt_tokens for r in longer),
-      least_ttft_s=min(r.ttft_s for r in requests),
+      prompt_token_s=min(r.served_s / r.prompt_tokens for r in longer),
+      least_ttft_s=min(r.served_s for r in requests),
       gap_s=percentile(tpots_s, 10) or 0.0,
     )
 
   def prompt_s(self, request: Observed) -> float:
-    return min(request.ttft_s, max(self.least_ttft_s, self.prompt_token_s * request.prompt_tokens))
+    own_s = max(self.least_ttft_s, self.prompt_token_s * request.prompt_tokens)
+    return min(request.served_s, own_s)
 
 
 def derive_slo(requests: Sequence[Observed], *, ttft_multiple: float, tpot_multiple: float) -> Slo:
@@ -85,17 +87,26 @@ def derive_slo(requests: Sequence[Observed], *, ttft_multiple: float, tpot_multi
 
 
 def diagnose_requests(
-  requests: Sequence[Observed], slo: Slo, *, num_failed: int = 0, notes: Sequence[str] = ()
+  requests: Sequence[Observed],
+  slo: Slo,
+  *,
+  ids: Sequence[int] | None = None,
+  num_failed: int = 0,
+  notes: Sequence[str] = (),
 ) -> Diagnosis:
-  """The causes that what clients saw points to. Without arrivals or gaps less can be told."""
+  """The causes that what clients saw points to. Without arrivals or gaps less can be told.
+
+  `ids` are what the requests are called; None: their places.
+  """
   notes, losses, facts = list(notes), [], {}
+  ids = range(len(requests)) if ids is None else ids
   if requests:
     look = _Look(requests, slo)
     notes += look.notes
     for number, request in enumerate(requests):
       for symptom in symptoms(request, slo):
         at_s, lost_s = look.loss(number, symptom)
-        losses.append(Loss(request_id=number, symptom=symptom, at_s=at_s, lost_s=lost_s))
+        losses.append(Loss(request_id=ids[number], symptom=symptom, at_s=at_s, lost_s=lost_s))
     facts = look.facts()
   return conclude(
     losses,
@@ -137,6 +148,7 @@ class _Look:
     ]
     self._computing = Seconds(self._prompts)
     self._frozen = self._freezes()
+    self._going, self._stalled = self._later_gaps()
     self._stopped_alone = self._lone_gaps()
     self._link_share = self._of_bytes()
     self._waits_for_room = self._room_cause()
@@ -167,34 +179,55 @@ class _Look:
     gaps_s = self._requests[number].itl_s
     return i + 1 < len(gaps_s) and gaps_s[i + 1] < AT_ONCE_S
 
+  def _later_gaps(self) -> tuple[Seconds, Seconds]:
+    """Gaps after the second token: those in which a request goes on, and stalls."""
+    spans: tuple[list, list] = ([], [])
+    for token_s in self._token_s:
+      for start_s, end_s in itertools.pairwise(token_s[1:]):
+        spans[end_s - start_s > STALL_GAPS * self._slo.tpot_s].append((start_s, end_s, 1.0))
+    return Seconds(spans[0]), Seconds(spans[1])
+
   def _lone_gaps(self) -> set[tuple[int, int]]:
     """Long gaps, by request and token, in which nearly all others that run go on."""
     if not self._has_arrivals:
       return set()
     lone = set()
-    for number, token_s in enumerate(self._token_s):
-      for i, gap_s in enumerate(self._requests[number].itl_s or ()):
+    for number, request in enumerate(self._requests):
+      for i, gap_s in enumerate(request.itl_s or ()):
         if (
           gap_s > STALL_GAPS * self._slo.tpot_s
           and not self._ends_at_once(number, i)
-          and self._others_go_on(number, token_s[i], token_s[i + 1])
+          and self._others_go_on(number, i)
         ):
           lone.add((number, i))
     return lone
 
-  def _others_go_on(self, number: int, start_s: float, end_s: float) -> bool:
-    """By what comes in its inner four fifths: a step that ends with the gap is no going on."""
+  def _others_go_on(self, number: int, i: int) -> bool:
+    """By what comes in its inner four fifths: a step that ends with the gap is no going on.
+
+    Who is in a first gap as well, of another end, may wait for a hand-off too and is not asked.
+    Where nobody else was there all the time those are who decoded for a part of it.
+    """
+    start_s, end_s = self._token_s[number][i : i + 2]
     edge_s = 0.1 * (end_s - start_s)
     num_running = num_going = 0
     first = bisect.bisect_left(self._firsts_s, end_s - self._longest_s)
     last = bisect.bisect_right(self._firsts_s, start_s)
     for other in self._by_first[first:last]:  # nobody else can be running
       token_s = self._token_s[other]
-      if other != number and token_s[-1] >= end_s:
-        num_running += 1
-        i = bisect.bisect_right(token_s, start_s + edge_s)
-        num_going += i < len(token_s) and token_s[i] < end_s - edge_s
-    return num_running > 0 and num_going >= GO_ON * num_running
+      if other == number or token_s[-1] < end_s:
+        continue
+      ends_apart = abs(token_s[1] - end_s) > 0.5 * self.quiet.gap_s
+      if i == 0 and token_s[1] >= end_s - edge_s and ends_apart:
+        continue
+      num_running += 1
+      j = bisect.bisect_right(token_s, start_s + edge_s)
+      num_going += j < len(token_s) and token_s[j] < end_s - edge_s
+    if num_running or i:
+      return num_running > 0 and num_going >= GO_ON * num_running
+    going_s = self._going.total(start_s, end_s)
+    stalled_s = self._stalled.total(start_s, end_s)
+    return going_s >= max(BUSY * (end_s - start_s), GO_ON * (going_s + stalled_s))
 
   def _first_gaps(self) -> list[tuple[int, float]]:
     """(prompt tokens, seconds beyond a step) of first gaps, where there is a second to compare."""
@@ -210,19 +243,30 @@ class _Look:
 
     Even the quickest hand-off moves its bytes, so the least seconds a token of the longer prompts
     are those of the link; a wait for room is nothing for some. Where copies wait for one another
-    on the link some are longer than their own bytes, but they still grow with them.
+    on the link some are longer than their own bytes, but they still grow with them; and where most
+    of a gap is such a wait, the time from the end of one to the end of the next does.
     """
     gaps = self._first_gaps()
     total_s = sum(gap_s for _, gap_s in gaps)
     if len(gaps) < FEWEST or not total_s:
       return 0.0
-    tokens, gaps_s = zip(*gaps)
-    varies = len(set(tokens)) > 1 and len(set(gaps_s)) > 1
-    if varies and statistics.correlation(tokens, gaps_s) >= GROWS:
+    if max(map(_correlation, (gaps, self._in_line()))) >= GROWS:
       return 1.0
-    middle = statistics.median(tokens)
+    middle = statistics.median(tokens for tokens, _ in gaps)
     token_s = percentile([gap_s / tokens for tokens, gap_s in gaps if tokens >= middle], 5)
-    return min(1.0, token_s * sum(tokens) / total_s)
+    return min(1.0, token_s * sum(tokens for tokens, _ in gaps) / total_s)
+
+  def _in_line(self) -> list[tuple[int, float]]:
+    """(prompt tokens, seconds since the one before was done) of lone first gaps that had begun by
+    then.
+    """
+    lone = [number for number, i in self._stopped_alone if not i]
+    lone.sort(key=lambda number: self._token_s[number][1])
+    return [
+      (self._requests[own].prompt_tokens, self._token_s[own][1] - self._token_s[before][1])
+      for before, own in itertools.pairwise(lone)
+      if self._token_s[own][0] < self._token_s[before][1]
+    ]
 
   def _room_cause(self) -> Cause:
     """What a wait is for in which no prompts are computed, by what the run shows besides."""
@@ -269,13 +313,15 @@ class _Look:
     if not self._has_arrivals:
       return {Cause.UNEXPLAINED: request.ttft_s}
     own_s = self.quiet.prompt_s(request)
+    sent_s = request.arrival_s + request.sent_late_s
     first_s = request.arrival_s + request.ttft_s
-    client_s = self._frozen.within(request.arrival_s, first_s)
-    waited_s = max(0.0, request.ttft_s - own_s - client_s)
-    computed_s = max(0.0, self._computing.within(request.arrival_s, first_s) - own_s)
+    frozen_s = self._frozen.within(sent_s, first_s)
+    waited_s = max(0.0, request.served_s - own_s - frozen_s)
+    computed_s = max(0.0, self._computing.within(sent_s, first_s) - own_s)
     is_for_prompts = computed_s >= BUSY * waited_s
     cause = Cause.QUEUEING if is_for_prompts else self._waits_for_room
     own_s = max(0.0, own_s - self._slo.ttft_s)
+    client_s = request.sent_late_s + frozen_s
     return {Cause.CLIENT: client_s, cause: waited_s, Cause.OWN_PREFILL: own_s}
 
   def _of_gap(self, number: int, i: int, gap_s: float) -> Lost:
@@ -323,7 +369,7 @@ class _Look:
         f"quietest time per token is {time_text(quiet.gap_s)}."
       ),
       Cause.PREEMPTION: f"{later} long gaps amid requests while others went on.",
-      Cause.CLIENT: "Long gaps end with several tokens at once (or the server bundles them).",
+      Cause.CLIENT: self._client_words(),
     }
     if self._alone_gap_s is not None:
       facts[Cause.INTERFERENCE] = (
@@ -337,3 +383,19 @@ class _Look:
       )
       facts |= {Cause.HANDOFF_WAIT: first, Cause.LINK: first}
     return facts
+
+  def _client_words(self) -> str:
+    lates_s = [r.sent_late_s for r in self._requests]
+    if max(lates_s) < AT_ONCE_S:
+      return "Long gaps end with several tokens at once (or the server bundles them)."
+    return (
+      f"Requests were sent {time_text(statistics.fmean(lates_s))} after they were due on average, "
+      f"{time_text(max(lates_s))} at most."
+    )
+
+
+def _correlation(pairs: Sequence[tuple[int, float]]) -> float:
+  """Of the two; 0 where they are too few to tell, or one of them never changes."""
+  if len(pairs) < FEWEST or any(len(set(own)) == 1 for own in zip(*pairs)):
+    return 0.0
+  return statistics.correlation(*zip(*pairs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import pathlib
 import typing
@@ -208,13 +209,15 @@ def write_events(path: pathlib.Path, runs: Mapping[str, Iterable[Event]]) -> Non
 
 
 def read_events(path: pathlib.Path) -> dict[str, EventLog]:
-  """Reads what `write_events` wrote: run name -> log.
+  """Reads what `write_events` wrote, plain or gzipped: run name -> log.
 
   Raises:
     ValueError: a line that is no event, with file and line number.
   """
   runs: dict[str, EventLog] = {}
-  with open(path) as file:
+  with open(path, "rb") as file:
+    is_packed = file.read(2) == b"\x1f\x8b"
+  with (gzip.open if is_packed else open)(path, "rt", encoding="utf-8-sig") as file:
     for number, line in enumerate(file, 1):
       try:
         record = json.loads(line)

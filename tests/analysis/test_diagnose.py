@@ -20,6 +20,7 @@ from pdjax.analysis.diagnose import (
   conclude,
   diagnose_log,
   observe,
+  observe_by_id,
   opposed_phases,
   phase_use,
   symptoms,
@@ -390,12 +391,60 @@ def test_a_first_gap_that_grows_with_the_prompt_is_the_link(grows, cause):
   assert found.cause == cause
 
 
+def one_by_one(spacing_s) -> list[Observed]:
+  """All have their first tokens early; the second ones come one after another, then they decode."""
+  rng, end_s, found = random.Random(3), 0.0, []
+  for number in range(N):
+    prompt, first_s = rng.randrange(200, 2000), 0.05 * number + 0.1
+    end_s = max(first_s, end_s) + spacing_s(prompt, rng)
+    gaps_s = (end_s - first_s, *(STEP_S,) * 60)
+    found.append(seen(arrival_s=0.05 * number, prompt=prompt, gaps_s=gaps_s))
+  return found
+
+
+@pytest.mark.parametrize(
+  ("spacing_s", "cause"),
+  [
+    (lambda prompt, rng: 5e-4 * prompt, Cause.LINK),
+    (lambda prompt, rng: rng.uniform(0.1, 1.0), Cause.HANDOFF_WAIT),
+  ],
+)
+def test_hand_offs_for_which_nearly_all_wait_are_still_hand_offs(spacing_s, cause):
+  assert diagnose_requests(one_by_one(spacing_s), SLO).cause is cause
+
+
+def test_first_gaps_that_end_together_are_no_hand_offs():
+  """A burst of prompts that come before any decode, while another pool decodes."""
+  burst = [
+    seen(arrival_s=0.2 * i, ttft_s=0.2, gaps_s=(0.2 * (N - i), *(STEP_S,) * 20)) for i in range(N)
+  ]
+  others = [seen(arrival_s=0.0, prompt=90, gaps_s=(STEP_S,) * 700) for _ in range(4)]
+  found = diagnose_requests([*burst, *others], SLO)
+  assert found.cause not in (Cause.HANDOFF_WAIT, Cause.LINK)
+
+
 def test_tokens_that_come_at_once_after_a_gap_are_the_clients():
   bunch = (*(STEP_S,) * 5, 0.5, *(0.0,) * 30, *(STEP_S,) * 5)
   found = diagnose_requests(flow(gaps_s=bunch), SLO)
   assert found.cause == Cause.CLIENT
   steps = tuple(max(gap_s, 2 * AT_ONCE_S) for gap_s in bunch)
   assert diagnose_requests(flow(gaps_s=steps), SLO).cause != Cause.CLIENT
+
+
+def test_what_its_client_sent_late_is_the_clients():
+  requests = [dataclasses.replace(r, sent_late_s=4.0, ttft_s=r.ttft_s + 4.0) for r in flow()]
+  found = diagnose_requests(requests, SLO)
+  assert found.cause is Cause.CLIENT
+  assert "sent 4.00 s after they were due" in found.findings[0].says
+  assert dataclasses.astuple(Quiet.of(requests)) == pytest.approx(
+    dataclasses.astuple(Quiet.of(flow()))
+  )
+
+
+def test_requests_have_the_names_that_are_given():
+  late = [dataclasses.replace(r, ttft_s=5.0) for r in flow()]
+  found = diagnose_requests(late, SLO, ids=range(100, 100 + len(late)))
+  assert {loss.request_id for loss in found.losses} == set(range(100, 100 + len(late)))
 
 
 def test_what_cannot_be_seen_is_said():
@@ -419,4 +468,5 @@ def test_a_record_is_seen_as_it_was_served():
   assert [(r.prompt_tokens, r.ttft_s, r.itl_s) for r in by_arrival] == [
     (200, 1.75, ()), (100, 1.0, (0.75,))
   ]  # fmt: skip
-  assert [r.e2e_s for r in by_arrival] == [1.75, 1.75] and by_arrival[1].tpot_s == 0.75
+  assert [r.token_s[-1] for r in by_arrival] == [2.0, 2.25] and by_arrival[1].tpot_s == 0.75
+  assert list(observe_by_id(request_records(script.log).values())) == [3, 7]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdjax.analysis.rules import costs_more_than_it_gains, rules
+from pdjax.analysis.rules import rules
 
 pytestmark = pytest.mark.quick
 
@@ -23,7 +23,6 @@ def _rules(lengths, *, prefill_token_s=1e-4, step_s=0.02, copy_token_s=1e-6, tpo
 def test_long_prompts_on_a_fast_link_speak_for_separate_pools():
   found = _rules([(4096, 100)] * 10)
   assert all(rule.speaks_for_separation for rule in found.values())
-  assert costs_more_than_it_gains(found.values()) is None
 
 
 def test_a_copy_that_is_slower_than_its_prefill_cannot_hide():
@@ -38,13 +37,12 @@ def test_prompts_are_short_where_more_than_half_are(num_short, speaks):
   assert _rules(lengths)["length"].speaks_for_separation is speaks
 
 
-def test_short_prompts_of_a_small_model_on_a_slow_link_cost_more_than_they_gain():
+def test_short_prompts_of_a_small_model_on_a_slow_link_speak_against_separate_pools():
   found = _rules([(200, 100)] * 10, prefill_token_s=1e-5, step_s=5e-3, copy_token_s=5e-5)
-  text = costs_more_than_it_gains(found.values())
-  assert text is not None and "costs more than it gains" in text and "200 tokens" in text
+  assert not any(rule.speaks_for_separation for rule in found.values())
+  assert "200 tokens" in found["transfer"].says
 
 
-def test_short_prompts_that_still_break_the_target_are_left_to_the_simulation():
+def test_rules_may_disagree():
   found = _rules([(400, 100)] * 10, prefill_token_s=1e-3, step_s=0.02, tpot_slo_s=0.05)
-  assert not found["length"].speaks_for_separation
-  assert costs_more_than_it_gains(found.values()) is None
+  assert not found["length"].speaks_for_separation and found["target"].speaks_for_separation

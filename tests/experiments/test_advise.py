@@ -18,6 +18,7 @@ from experiments.searching.advising import (
 from experiments.searching.drive import Driver, ProbeCache
 from experiments.searching.goals import Asked
 from experiments.sweep import Serial
+from experiments.traffic import read_traffic
 from pdjax.analysis.placement import Shape
 from pdjax.analysis.targets import Attainment, Outcome, Stalls
 from pdjax.config import (
@@ -123,23 +124,110 @@ def test_it_says_what_flips_the_choice(tmp_path):
 
   goal = _served(_goal(), tmp_path, goodput_rps)
   flipped = [flip.what for flip in goal.flips if flip.flips]
-  assert flipped == ["TPOT SLO 0.025 s"]
-  assert "Flips with TPOT SLO 0.025 s: then disaggregated serves" in goal.verdict()
+  assert flipped == ["TPOT SLO 25 ms"]
+  assert "Flips with TPOT SLO 25 ms: then disaggregated serves" in goal.verdict()
 
 
 def test_where_nothing_passes_it_says_so(tmp_path):
   goal = _served(_goal(), tmp_path, lambda config: 0.0)
-  assert not goal.ranked and goal.verdict().startswith("Nothing reaches it")
+  assert not goal.ranked and goal.verdict().startswith("Nothing meets the SLOs")
+  assert "The lowest TTFT p90 is 100 ms" in goal.verdict() and "the SLO is 1.00 s" in goal.verdict()
 
 
-def test_short_prompts_of_a_small_model_on_a_slow_link_should_not_be_separated(tmp_path):
-  lengths = Fixed(prompt_tokens=100, output_tokens=20)
-  config = dataclasses.replace(
-    CONFIG, model="smollm2-135m", link="1gbps", workload=WorkloadConfig(lengths=lengths)
-  )
-  rates = _by_kind(continuous=9.0, chunked=8.0, disaggregated=5.0)
-  goal = _served(_goal(config), tmp_path, rates)
-  assert "Disaggregation costs more than it gains here" in goal.verdict()
+def test_slos_that_no_rate_breaks_decide_nothing(tmp_path):
+  goal = _served(_goal(), tmp_path, lambda config: 1e9)
+  assert "they decide nothing" in goal.verdict() and not goal.flips
+  assert COSTS not in goal.verdict()
+
+
+def test_a_probe_lasts_several_times_the_ttft_slo():
+  config = dataclasses.replace(CONFIG, slo=SloConfig(ttft_s=100.0, tpot_s=5.0))
+  assert _goal(config).asked.least_s == 500.0
+
+
+COSTS = "Disaggregation costs more than it gains here: "
+SHORT, LONG = Fixed(prompt_tokens=100, output_tokens=20), CONFIG.workload.lengths
+SITUATIONS = {
+  "a small model and short prompts on a slow link": dict(
+    model="smollm2-135m", lengths=SHORT, link="1gbps"
+  ),
+  "short prompts": dict(lengths=SHORT, link="nvlink"),
+  "a slow link": dict(lengths=LONG, link="1gbps"),
+  "short prompts that break the target": dict(lengths=SHORT, link="10gbps", tpot_slo_s=1e-3),
+}
+
+
+def _situation(*, lengths, tpot_slo_s=0.05, **fields) -> ExperimentConfig:
+  slo = SloConfig(ttft_s=1.0, tpot_s=tpot_slo_s)
+  return dataclasses.replace(CONFIG, workload=WorkloadConfig(lengths=lengths), slo=slo, **fields)
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+@pytest.mark.parametrize("separate_rps", [0.0, 5.0, 9.0])
+def test_separate_pools_that_serve_no_more_cost_more_than_they_gain(name, separate_rps, tmp_path):
+  rates = _by_kind(continuous=9.0, chunked=8.0, disaggregated=separate_rps)
+  goal = _served(_goal(_situation(**SITUATIONS[name])), tmp_path, rates)
+  against = [rule.says for rule in goal.rules if not rule.speaks_for_separation]
+  assert against and goal.ranked[0].kind == "continuous"
+  (line,) = (line for line in goal.verdict().splitlines() if line.startswith(COSTS))
+  assert all(says in line for says in against)
+  assert ("at no rate" in line) is (not separate_rps)
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_separate_pools_that_are_recommended_never_cost_more_than_they_gain(name, tmp_path):
+  rates = _by_kind(continuous=4.0, chunked=4.0, disaggregated=5.0)
+  goal = _served(_goal(_situation(**SITUATIONS[name])), tmp_path, rates)
+  assert goal.ranked[0].kind == "disaggregated" and COSTS not in goal.verdict()
+
+
+def test_separate_pools_that_serve_less_cost_more_whatever_the_rules_say(tmp_path):
+  lengths = Fixed(prompt_tokens=4000, output_tokens=20)
+  config = _situation(lengths=lengths, link="nvlink", tpot_slo_s=0.02)
+  goal = _goal(config)
+  assert all(rule.speaks_for_separation for rule in goal.rules)
+  goal = _served(goal, tmp_path, _by_kind(continuous=9.0, chunked=8.0, disaggregated=5.0))
+  assert COSTS in goal.verdict()
+
+
+def test_level_separate_pools_that_no_rule_speaks_against_do_not_cost_more(tmp_path):
+  lengths = Fixed(prompt_tokens=4000, output_tokens=20)
+  config = _situation(lengths=lengths, link="nvlink", tpot_slo_s=0.02)
+  goal = _served(_goal(config), tmp_path, _by_kind(continuous=9, chunked=8, disaggregated=9))
+  assert goal.ranked[0].kind == "continuous" and COSTS not in goal.verdict()
+
+
+def test_a_device_alone_has_no_separate_pools_and_the_advice_says_so(tmp_path):
+  goal = _served(_goal(num_devices=1), tmp_path, _by_kind(continuous=3, chunked=2, disaggregated=0))
+  assert "Separate pools were not searched: 1 x " in goal.verdict()
+  assert "Disaggregated" not in goal.report()[0]
+
+
+def test_a_kind_that_serves_nothing_may_still_flip_the_choice(tmp_path):
+  def goodput_rps(config) -> float:
+    rates = dict(continuous=3.0, chunked=6.0, disaggregated=20.0 * (config.link == "nvlink"))
+    return _by_kind(**rates)(config)
+
+  goal = _served(_goal(dataclasses.replace(CONFIG, link="10gbps")), tmp_path, goodput_rps)
+  assert [setting.kind for setting in goal.ranked] == ["chunked", "continuous"]
+  assert [flip.what for flip in goal.flips if flip.flips] == ["link nvlink"]
+  assert "Flips with link nvlink: then disaggregated serves" in goal.verdict()
+
+
+def test_what_nothing_serves_is_said(tmp_path):
+  rates = _by_kind(continuous=3.0, chunked=2.0, disaggregated=1.0)
+  goal = _served(_goal(), tmp_path, lambda c: rates(c) * (c.slo.ttft_s >= 1.0))
+  assert "Nothing meets the SLOs with TTFT SLO 500 ms." in goal.verdict()
+
+
+def test_longer_prompts_have_room_and_are_scaled_once(tmp_path):
+  lengths = Fixed(prompt_tokens=6000, output_tokens=200)
+  workload = WorkloadConfig(lengths=lengths, length_scale=2)
+  goal = _goal(dataclasses.replace(CONFIG, workload=workload))
+  for factor, prompt in ((0.5, 1500), (2.0, 6000), (4.0, 8192 - 100)):
+    what, changed = goal._with_prompts(factor)
+    assert set(read_traffic(changed).sample(0)) == {(prompt, 100)}
+    assert ("at most 8192 tokens" in what) is (factor == 4.0)
 
 
 def test_the_config_that_it_writes_is_the_one_that_it_means(tmp_path):
@@ -155,6 +243,21 @@ def test_the_config_that_it_writes_is_the_one_that_it_means(tmp_path):
   )
 
 
+def test_the_config_of_a_recording_replays_it_at_the_rate(tmp_path):
+  trace = tmp_path / "trace.csv"
+  rows = [f"{i * 0.1},1000,20" for i in range(40)]
+  trace.write_text("\n".join(["arrival_s,prompt_tokens,output_tokens", *rows]))
+  workload = WorkloadConfig(lengths=SHORT, trace=str(trace), trace_limit_s=3.0)
+  goal = _goal(dataclasses.replace(CONFIG, workload=workload))
+  _served(goal, tmp_path, _by_kind(continuous=3.0, chunked=2.0, disaggregated=1.0))
+  goal.write_config(tmp_path / "advised.py")
+  config = load_config(tmp_path / "advised.py")
+  assert config.workload.rate_rps is None
+  rate_rps = 10 * config.workload.trace_speed
+  assert rate_rps == pytest.approx(0.8 * goal.finals[goal.ranked[0]].passed_rps, rel=1e-3)
+  assert any("Poisson arrivals" in flip.what for flip in goal.flips)
+
+
 @pytest.mark.parametrize("name", ["llama3_8b_a100", "opt13b_a100", "quickstart", "interference"])
 def test_a_config_as_python_is_the_same_config(name, tmp_path):
   root = pathlib.Path(__file__).resolve().parents[2]
@@ -166,13 +269,24 @@ def test_a_config_as_python_is_the_same_config(name, tmp_path):
 
 def test_the_like_of_it_in_vllm_names_what_differs():
   chunked = Setting("chunked", ((Shape(tp=2), "mixed", 1),), 2, 512)
-  (line,) = vllm_commands(chunked, CONFIG, 1020)
+  line, note = vllm_commands(chunked, CONFIG, 1020)
+  assert "router" in note
   assert line.startswith("2 x vllm serve meta-llama/Meta-Llama-3-8B")
   assert "--tensor-parallel-size 2" in line and "--max-num-batched-tokens 512" in line
   parts = ((Shape(), "prefill", 1), (Shape(), "decode", 1))
   pair = vllm_commands(Setting("disaggregated", parts, 1), CONFIG, 1020)
-  assert ["kv_producer" in line for line in pair] == [True, False]
-  assert ["kv_consumer" in line for line in pair] == [False, True]
+  assert ["kv_producer" in line for line in pair] == [True, False, False]
+  assert ["kv_consumer" in line for line in pair] == [False, True, False]
+  assert "VLLM_NIXL_SIDE_CHANNEL_PORT" in pair[-1]
+
+
+def test_vllm_refuses_a_budget_below_its_rows_or_its_longest_request():
+  whole = Setting("continuous", ((Shape(), "mixed", 1),), 1)
+  for num_rows, longest, budget in ((256, 100, 256), (16, 1020, 1020)):
+    cache = dataclasses.replace(CONFIG.cache, num_rows=num_rows)
+    line, note = vllm_commands(whole, dataclasses.replace(CONFIG, cache=cache), longest)
+    assert f"--no-enable-chunked-prefill --max-num-batched-tokens {budget}" in line
+    assert "V1" in note
 
 
 def test_wrong_input():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import subprocess
@@ -12,14 +13,12 @@ import pytest
 
 from experiments import diagnose, remedies
 from experiments.injected import INJECTED, draw_case
-from experiments.observed import Seen
 from experiments.remedies import for_requests, simulate, try_out
 from pdjax.analysis.diagnose import Cause, is_troubled, observe
 from pdjax.config import CacheConfig, ExperimentConfig, SchedulerOptions, WorkloadConfig
 from pdjax.core.events import write_events
 from pdjax.core.plain import to_plain
 from pdjax.core.request import Slo
-from pdjax.metrics.latency import request_records
 from pdjax.workloads.lengths import Mix
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -111,6 +110,10 @@ def test_a_foreign_file_is_simulated_as_the_flags_say(run_folder, tmp_path):
   named = ("--model=llama3-8b", "--hardware=a100", "--pools=mixed:prefill_first")
   done = program(f"--events={path}", *flags, *named, cwd=tmp_path)
   assert done.returncode == 0 and "chunked prefill" in done.stdout
+  assert "it is not what served them" not in done.stdout
+  named = ("--model=llama3-70b", "--hardware=h200", "--pools=4xmixed:tp2:prefill_first")
+  done = program(f"--events={path}", *flags, *named, cwd=tmp_path)
+  assert done.returncode == 0 and "it is not what served them" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -171,6 +174,22 @@ def test_every_remedy_is_another_experiment_and_none_takes_devices_away():
   assert set(remedies.ADVICE) == set(Cause)
 
 
+def test_a_setting_comes_before_devices_that_are_not_there():
+  """All of them help as much; of settings that do the one that keeps farthest from its targets."""
+  own = dataclasses.replace(one_of_each()[0], cache=CacheConfig(layout="paged", num_rows=2))
+  requests = observe(simulate(config()).records.values())
+  slo = Slo(ttft_s=3.0, tpot_s=1.0)
+  tried = [("before", own), *remedies.remedies(Cause.MEMORY, own)]
+  (before, *rows), _ = try_out(tried, requests, slo)
+  by_name = {row.name: row for row in rows}
+  assert by_name["one more mixed pool"].num_new == 1 and by_name["mixed pools on h200"].num_new == 1
+  assert before.num_calm < before.num_requests
+  assert {row.num_calm for row in rows} == {before.num_requests}
+  assert remedies.best_of(rows).name == "8 rows"
+  near, far = (before._replace(num_calm=9, nearest=nearest) for nearest in (0.9, 0.4))
+  assert remedies.best_of([near, far]) is far
+
+
 def test_faster_decode_moves_only_pools_that_decode():
   (_, _, apart, _) = one_of_each()
   ((what, changed),) = remedies.faster_decode(apart)
@@ -210,12 +229,3 @@ def test_nine_of_ten_injected_causes_are_found():
   for name, asked in (("our log", 0.9), ("clients", 0.75)):
     right = sum(count for (cause, found), count in matrices[name].items() if cause == found)
     assert right >= asked * len(runs), (name, runs)
-
-
-def test_requests_keep_the_ids_that_losses_have():
-  log = simulate(config()).log
-  records = request_records(log)
-  by_id = diagnose._by_id(Seen("log", tuple(observe(records.values())), log=log))
-  assert by_id.keys() == records.keys()
-  for i, request in by_id.items():
-    assert (request.arrival_s, request.itl_s) == (records[i].arrival_s, records[i].itl_s)
