@@ -13,12 +13,23 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 # a process that is restricted to the CPU before its first use of JAX.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Compiling takes most of the time of these tests, and several tests, and the programs that they
-# start, compile the same. Keys are whole programs: what a test changes is compiled anew.
+# start, compile the same. Keys are whole programs: what a test changes is compiled anew. Workers
+# have the folder of the process that starts them: it is in their environment.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
   _compiled = tempfile.TemporaryDirectory(prefix="pdjax-tests-")  # gone with this process
   os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+  """`-n auto`: a worker for each core of this process, none beside this process if it has one.
+
+  More than eight would each make what tests have in common, and take some gigabytes of memory.
+  """
+  cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+  return min(cores, 8) if cores > 1 else 0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,3 +60,19 @@ def tiny():
   from pdjax.sources import resolve
 
   return open_checkpoint(resolve("tiny")).load()
+
+
+@pytest.fixture
+def plain_sampling(monkeypatch):
+  """Greedy tokens alone: all of sampling takes most of the time to compile."""
+  import jax.numpy as jnp
+
+  from pdjax.engine import steps
+  from pdjax.models.sampling import Sampled
+
+  def sample(logits, sampling, positions, seen, rows):
+    ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    top = jnp.zeros((*ids.shape, 1), jnp.int32)
+    return Sampled(ids, jnp.zeros(ids.shape), top, top.astype(jnp.float32))
+
+  monkeypatch.setattr(steps, "sample", sample)

@@ -6,7 +6,6 @@ import dataclasses
 import math
 
 import jax
-import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,13 +15,11 @@ from configs.models import MODELS
 from configs.targets import TARGETS
 from pdjax.core.model_config import TINY
 from pdjax.engine import aot
-from pdjax.engine import steps as steps_module
 from pdjax.engine.aot import KINDS, Deployment, at_depth, count_collectives, largest_fit
 from pdjax.engine.build import build_executors, default_buckets
 from pdjax.engine.mesh import make_mesh
 from pdjax.engine.steps import Steps
 from pdjax.engine.targets import GpuTarget, TpuTarget, missing_packages
-from pdjax.models.sampling import Sampled
 from pdjax.models.transformer import from_arrays, random_arrays
 from pdjax.scheduling.pages import PageConfig
 from pdjax.scheduling.probe import probe_plan
@@ -37,18 +34,6 @@ def deployment(config=SMALL, tp=2, layout="paged", dtype="float32") -> Deploymen
   return Deployment(
     config=config, mesh=mesh, platform="cpu", dtype=dtype, layout=layout, token_budget=BUDGET
   )
-
-
-@pytest.fixture
-def plain_sampling(monkeypatch):
-  """Greedy tokens alone: all of sampling takes most of the time to compile."""
-
-  def sample(logits, sampling, positions, seen, rows):
-    ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    top = jnp.zeros((*ids.shape, 1), jnp.int32)
-    return Sampled(ids, jnp.zeros(ids.shape), top, top.astype(jnp.float32))
-
-  monkeypatch.setattr(steps_module, "sample", sample)
 
 
 @pytest.fixture(scope="module")

@@ -45,6 +45,7 @@ def test_chunks_beside_decodes_give_the_golden_ids(model, tp):
 
 
 def test_prefill_and_decode_on_two_devices_give_the_golden_ids(model):
-  kinds, num_copies = serve_golden(model, "disaggregated", cpus(1, 1))
+  prefill, decode = reversed(cpus(1, 1))  # decodes as above, where they are compiled already
+  kinds, num_copies = serve_golden(model, "disaggregated", [prefill, decode])
   assert kinds == {("prefill0", "prefill"), ("decode0", "decode")}
   assert num_copies == 3

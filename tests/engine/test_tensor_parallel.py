@@ -107,7 +107,7 @@ def collectives(compiled):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, 4])
-def test_a_layer_costs_two_all_reduces_and_no_other_collective(tp):
+def test_a_layer_costs_two_all_reduces_and_no_other_collective(tp, plain_sampling):
   one, _ = compiled_steps(1, tp)
   two, executor = compiled_steps(2, tp)
   for kind in ("prefill", "decode", "mixed"):

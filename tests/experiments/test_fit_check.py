@@ -10,34 +10,19 @@ import subprocess
 import sys
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from configs.targets import TARGETS
 from experiments.fit_check import MEMORY_SHARE, Question, run
 from pdjax.core.model_config import TINY
 from pdjax.engine import aot
-from pdjax.engine import steps as steps_module
 from pdjax.engine.mesh import make_mesh
 from pdjax.engine.targets import install_command, missing_packages
-from pdjax.models.sampling import Sampled
 from pdjax.sim.hardware import Device
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SMALL = dataclasses.replace(TINY, num_layers=1)
 PAGE_BYTES = 2 * 2 * 4 * TINY.head_dim * 4 // 2  # K and V of 2 heads, pages of 4, over 2 devices
-
-
-@pytest.fixture
-def plain_sampling(monkeypatch):
-  """Greedy tokens alone: all of sampling takes most of the time to compile."""
-
-  def sample(logits, sampling, positions, seen, rows):
-    ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    top = jnp.zeros((*ids.shape, 1), jnp.int32)
-    return Sampled(ids, jnp.zeros(ids.shape), top, top.astype(jnp.float32))
-
-  monkeypatch.setattr(steps_module, "sample", sample)
 
 
 def question(*, memory_bytes: float, asked: int | None, layout="paged", tp=2) -> Question:

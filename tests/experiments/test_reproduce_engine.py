@@ -242,6 +242,9 @@ def test_the_world_that_figures_share_holds_what_each_config_asks_for():
 @pytest.mark.slow
 def test_decodes_alone_run_no_prefill_on_the_engine(monkeypatch):
   bench = SimpleNamespace(quick=True, show=lambda text: None)
+  # Of all that the figures share, what this one runs: the rest takes most of a minute to compile.
+  shared = dataclasses.replace(engine_serving._shared_config(bench), strategies=("continuous",))
+  monkeypatch.setattr(engine_serving, "_shared_config", lambda bench: shared)
   world = engine_serving.open_world(bench)
   bench.once = lambda make: world
   config = load_config(ROOT / "configs/engine/distserve_fig1.py")
