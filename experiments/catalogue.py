@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from configs.hardware import HARDWARE, LINKS
 from configs.latency import LATENCY
 from configs.models import MODELS
@@ -87,7 +89,7 @@ def first_sentence(thing: Any) -> str:
 
 
 def _median(points: tuple[tuple[float, int], ...]) -> int:
-  return dict(points)[0.5]
+  return round(np.interp(0.5, *zip(*points)))
 
 
 def _size(n: float) -> str:

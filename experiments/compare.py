@@ -150,17 +150,19 @@ def _profiled(strategy: str) -> contextlib.AbstractContextManager:
   """Under JAX's profiler, into a folder of the strategy's own, where `--profile` asks for it."""
   if FLAGS.profile is None:
     return contextlib.nullcontext()
-  import jax
+  from pdjax.engine.profiler import profiled
 
-  folder = pathlib.Path(FLAGS.profile) / re.sub(r"[^\w.-]+", "_", strategy)
-  return jax.profiler.trace(str(folder), create_perfetto_trace=True)
+  return profiled(pathlib.Path(FLAGS.profile) / re.sub(r"[^\w.-]+", "_", strategy))
 
 
 def define_run_flags() -> None:
   """Of the programs that serve and report."""
   define_flags("configs/quickstart.py")
   flags.DEFINE_string(
-    "profile", None, "folder for what jax.profiler saw of the engine; open it in XProf or Perfetto"
+    "profile",
+    None,
+    "folder for what jax.profiler saw of the engine: XProf opens it, ui.perfetto.dev its "
+    "perfetto_trace.json.gz",
   )
   flags.DEFINE_bool("live", False, "show queues, pages, latencies and tokens/s of a run as it goes")
 

@@ -94,8 +94,8 @@ class Live(Progress):
     if not self._is_terminal:
       self.update("; ".join((str(status), self._latencies(status.now_s), *self._short(status))))
       return
-    columns = shutil.get_terminal_size().columns - 1
-    lines = [line[:columns] for line in self._dashboard(status)]
+    columns, height = shutil.get_terminal_size()
+    lines = [line[: columns - 1] for line in self._dashboard(status, height - 1)]
     up = f"\x1b[{self._height}A" if self._height else ""
     self._stream.write(up + "".join(f"\r\x1b[K{line}\n" for line in lines))
     self._stream.flush()
@@ -129,7 +129,8 @@ class Live(Progress):
       for pool in status.cluster.pools
     ]
 
-  def _dashboard(self, status: Status) -> list[str]:
+  def _dashboard(self, status: Status, height: int) -> list[str]:
+    """At most `height` lines: what scrolls off a terminal cannot be drawn over."""
     lines = [
       f"{status}, {self._seen.num_failed} failed",
       f"{self._latencies(status.now_s)} (last {WINDOW_S:g} s)",
@@ -143,6 +144,8 @@ class Live(Progress):
         f"{pool.name:<12}{role:<9}{len(pool.scheduler.waiting):>6}{_rows(pool):>6}  "
         f"{bar} {share:>5.0%} {self._tokens_per_s(pool.name, status.now_s):>10.1f}"
       )
+    if len(lines) > height:
+      lines[height - 1 :] = [f"and {len(lines) - height + 1} more pools"]
     return lines
 
 

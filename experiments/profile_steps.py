@@ -3,7 +3,7 @@
     python -m experiments.profile_steps [--model=smollm2-135m] [--hardware=NAME] [--tp=1]
 
 Any JAX backend. `--hardware` names an entry of `configs/hardware.py` for the peaks that the fit's
-shares refer to; without one they are measured: a large matmul and a stream over memory. Prints the
+shares refer to; without one they are twice what a large matmul and a stream reach. Prints the
 error of the fit by kind of step and the entry for `configs/hardware.py`; writes steps.csv, fit.json
 and fit.png (measured beside fitted). Takes 2 minutes on a CPU with SmolLM2.
 """
@@ -25,6 +25,7 @@ from configs.hardware import HARDWARE, LINKS
 from experiments.calibrate import entry, rounded
 from experiments.profiling import (
   Point,
+  ceiling_of,
   errors_by_kind,
   fit_points,
   measured_device,
@@ -77,7 +78,7 @@ def prepare() -> Checked:
 
 
 class Timed(NamedTuple):
-  """Steps of an engine on the device at hand, whose peaks `device` has."""
+  """Steps of an engine on the device at hand. `device` has its peaks, or what was reached there."""
 
   model: ModelConfig
   dtype: str
@@ -116,6 +117,8 @@ def time_here(checked: Checked, progress: Progress) -> Timed:
 
 def run(checked: Checked) -> int:
   model, dtype, device, padding, points = time_here(checked, Progress())
+  if checked.device is None:
+    device = ceiling_of(device)
   tp, link = checked.tp, LINKS[FLAGS.link]
   where = dict(tp=tp, link=link if tp > 1 else None)
   fitted = fit_points(points, model, device, padding, **where)

@@ -338,8 +338,7 @@ class SimWorld:
     return None
 
   def peaks_of(self, spec: PoolSpec) -> Peaks:
-    device, n = self._device(spec.hardware), len(spec.devices)
-    return Peaks(n * device.peak_flops_per_s, n * device.peak_bytes_per_s)
+    return _peaks(self._device(spec.hardware), len(spec.devices))
 
   def close(self) -> None:
     pass
@@ -477,8 +476,16 @@ class JaxWorld:
   def extrapolated(self, runs: Mapping[str, Iterable[Event]]) -> list[str]:
     return []
 
-  def peaks_of(self, spec: PoolSpec) -> None:
-    return None
+  def peaks_of(self, spec: PoolSpec) -> Peaks | None:
+    """By data sheet of GPUs that `configs/hardware.py` knows; of a CPU what it reaches."""
+    from experiments.kernel_steps import peaks_of
+    from pdjax.kernels.choice import chip_of
+
+    devices = self._groups[spec.group]
+    if devices[0].platform == "cpu":
+      return _reached_by(devices[0])  # once: CPU devices share the cores
+    known = peaks_of(chip_of(devices[0]))
+    return known and _peaks(known, len(devices))
 
   def close(self) -> None:
     pass
@@ -544,6 +551,9 @@ class ProcessWorld(JaxWorld):
   def _start_of(self, group: DeviceGroup) -> Callable[[], WorkerProcess]:
     """What starts a process of the pool, and starts it again."""
     return start_process
+
+  def peaks_of(self, spec: PoolSpec) -> None:
+    return None  # this process has none of the devices
 
   def _where(self) -> str:
     pinned = ", pinned to cores of their own" if self._config.pin else ""
@@ -622,6 +632,18 @@ def largest_step(
     whole = scheduler.prefill_budget or sum(longest) + beside
     most.append(scheduler.token_budget if policy.chunks else whole)
   return max(most)
+
+
+def _peaks(device: Device, num_devices: int) -> Peaks:
+  return Peaks(num_devices * device.peak_flops_per_s, num_devices * device.peak_bytes_per_s)
+
+
+@functools.cache
+def _reached_by(device) -> Peaks:
+  """Of a JAX device: a large matmul and a stream over memory, in float32 as a CPU serves."""
+  from experiments.profiling import measured_device
+
+  return _peaks(measured_device(device, "float32"), 1)
 
 
 def num_links(way: Link, model: ModelConfig, tp: int) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 from experiments.figures.reproduction import COLOURS
 from experiments.figures.serving import KIND_COLOURS, STYLE, _matplotlib
-from pdjax.analysis.intensity import StepProfile, ridge
+from pdjax.analysis.intensity import Ridge
 from pdjax.core.costs import KINDS as OP_KINDS
 
 LINES = ("-", "--", "-.", ":")
@@ -18,66 +19,72 @@ COLOURS_OF = {**KIND_COLOURS, "chunk": "#CC79A7"}
 
 def draw_roofline(
   cases: Sequence[Any],
-  steps: Sequence[tuple[str, int, int, StepProfile]],
+  own: Ridge,
+  steps: Sequence[Any],
   measured: Any,
+  message: str,
   path: pathlib.Path,
 ) -> None:
-  """Writes three panels: steps under the roofs of all cases; the base's prefill over its tokens and
-  decode over its rows, by kind of operator. Measured steps have a roof of their own.
+  """Writes three panels: the base's steps under the roofs of all devices; its prefill over tokens
+  and its decode over rows, by kind of operator. Measured steps have a roof of their own.
 
-  `cases` (the base first), its `steps` and `measured` are those of `experiments.roofline`.
+  `cases` (the base first), `own` (its ridge), its `steps`, and `measured` or None are those of
+  `experiments.roofline`. `message` is what it shows.
   """
   mpl = _matplotlib()
   base = cases[0]
   with mpl.rc_context(STYLE):
-    figure = mpl.figure.Figure(figsize=(19, 6.4), layout="constrained")
-    roof, prefill, decode = figure.subplots(1, 3, width_ratios=(1.25, 1, 1))
-    for case, line in zip(cases, LINES):
-      label = f"{case.tp} x {case.device.name}" if case.tp > 1 else case.device.name
-      _draw_roof(roof, case.device, line, label if case is base or case.device != base.device
-                 else None)  # fmt: skip
-    own = ridge(base.latency, base.model, base.device, tp=base.tp)
-    roof.axvline(own.achieved, color="#888888", linewidth=1, linestyle=":")
-    roof.text(own.achieved, roof.get_ylim()[0], " achieved ridge", rotation=90, va="bottom",
-              fontsize="small", color="#555555")  # fmt: skip
+    figure = mpl.figure.Figure(figsize=(20, 7), layout="constrained")
+    roof, prefill, decode = figure.subplots(1, 3, width_ratios=(1.3, 1, 1))
+    for device, line in zip(dict.fromkeys(case.device for case in cases), itertools.cycle(LINES)):
+      _draw_roof(roof, device, line, f"{device.name}: ridge {device.ridge_flop_per_byte:.0f}")
+    roof.axvline(own.achieved, color="#888888", linewidth=1, linestyle=":",
+                 label=f"achieved ridge {own.achieved:.0f}")  # fmt: skip
     for kind, mark in MARKS.items():
-      points = [(p.flop_per_byte, p.flops / p.step_s / 1e12) for k, _, _, p in steps if k == kind]
+      points = [
+        (step.profile.flop_per_byte, step.profile.flops / step.profile.step_s / 1e12)
+        for step in steps
+        if step.kind == kind
+      ]
       roof.plot(*zip(*points), mark, color=COLOURS_OF[kind], label=kind, markersize=6,
                 linestyle="-", linewidth=0.8)  # fmt: skip
     if measured is not None:
-      _draw_roof(roof, measured.device, "-", f"{measured.device.name}, measured", "#B30000")
-      for kind in dict.fromkeys(step.kind for step in measured.steps):
-        points = [
-          (s.flop_per_byte, s.flops / s.seconds / 1e12) for s in measured.steps if s.kind == kind
-        ]
-        roof.plot(*zip(*points), MARKS[kind], color=COLOURS_OF[kind], fillstyle="none",
-                  label=f"{kind}, measured")  # fmt: skip
+      _draw_measured(roof, measured)
     roof.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s of a device",
              title="Steps under the roof")  # fmt: skip
-    roof.legend(fontsize="small")
+    roof.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3)
     _draw_times(
-      prefill, [(tokens, p) for kind, tokens, _, p in steps if kind == "prefill"], "prompt tokens",
-      "Prefill, by operator",
+      prefill, [(s.tokens, s.profile) for s in steps if s.kind == "prefill"], "prompt tokens",
+      "Where a prefill's time goes",
     )  # fmt: skip
     _draw_times(
-      decode, [(rows, p) for kind, _, rows, p in steps if kind == "decode"], "rows",
-      f"Decode at {base.context} tokens, by operator",
+      decode, [(s.rows, s.profile) for s in steps if s.kind == "decode"], "rows",
+      f"Where a decode's time goes, at {base.context} tokens",
     )  # fmt: skip
     for axes in (roof, prefill, decode):
       axes.grid(alpha=0.3)
-    figure.suptitle(
-      f"{base.model.name} on {base.tp} x {base.device.label}", x=0.01, ha="left", weight="bold"
-    )
+    figure.suptitle(message, x=0.01, ha="left", weight="bold")
     figure.savefig(path, dpi=90)
 
 
-def _draw_roof(axes, device, line: str, label: str | None, colour: str = "#333333") -> None:
-  if label is None:
-    return
+def _draw_measured(axes, measured) -> None:
+  """Steps of the engine under the roof of the device that ran them, in the colour of both."""
+  device, colour = measured.device, "#B30000"
+  label = f"{device.name}, measured: ridge {device.ridge_flop_per_byte:.0f}"
+  _draw_roof(axes, device, "-", label, colour)
+  for kind in dict.fromkeys(step.kind for step in measured.steps):
+    points = [
+      (step.flop_per_byte, step.flops_per_s / 1e12) for step in measured.steps if step.kind == kind
+    ]
+    axes.plot(*zip(*points), MARKS[kind], color=COLOURS_OF[kind], markeredgecolor=colour,
+              label=f"{kind}, measured")  # fmt: skip
+
+
+def _draw_roof(axes, device, line: str, label: str, colour: str = "#333333") -> None:
   top = device.peak_flops_per_s / 1e12
   at = device.ridge_flop_per_byte
   axes.plot((0.5, at, 5000), (0.5 / at * top, top, top), line, color=colour, linewidth=1.5,
-            label=f"{label}: ridge {at:.0f}")  # fmt: skip
+            label=label)  # fmt: skip
 
 
 def _draw_times(axes, steps, label: str, title: str) -> None:
@@ -102,4 +109,4 @@ def _draw_times(axes, steps, label: str, title: str) -> None:
   right.set(yscale="log", ylabel="ms")
   right.spines["right"].set_visible(True)
   handles = [h for own in (axes, right) for h in own.get_legend_handles_labels()[0]]
-  axes.legend(handles=handles, fontsize="small", loc="lower left", frameon=True, framealpha=0.9)
+  axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3)

@@ -118,9 +118,9 @@ def open_engine(bench: Bench) -> Engine:
   bench.show("measuring a matmul and a stream")
   if is_cpu:
     rates = Rates(matmul_flops_per_s(), copy_bytes_per_s(), width)
-  else:  # its peaks are twice what was reached
+  else:
     device = measured_device(devices[0], dtype)
-    rates = Rates(device.peak_flops_per_s / 2, device.peak_bytes_per_s / 2, width)
+    rates = Rates(device.peak_flops_per_s, device.peak_bytes_per_s, width)
   label = (
     f"{MODEL} in {dtype} on one {devices[0].device_kind} device "
     f"({platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}), which reaches "

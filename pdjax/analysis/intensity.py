@@ -159,14 +159,18 @@ def flop_per_byte(
   kinds: Iterable[str] = KINDS,
   tp: int = 1,
   bytes_per_value: float = 2,
+  bytes_per_kv: float | None = None,
 ) -> float:
   """Arithmetic intensity of the operators of some kinds in a step, all together.
+
+  `bytes_per_kv` is the width of K and V, None for that of all else.
 
   Raises:
     ValueError: the step has none of them, or a model that `tp` cannot split.
   """
   kinds = set(kinds)
-  ops = [op for op in _costs(counts, shard_of(model, tp), bytes_per_value) if op.kind in kinds]
+  costs = _costs(counts, shard_of(model, tp), bytes_per_value, bytes_per_kv)
+  ops = [op for op in costs if op.kind in kinds]
   if not ops:
     raise ValueError(f"a step of {counts} has no operators of the kinds {sorted(kinds)}")
   return total_flops(ops) / total_bytes(ops)

@@ -12,7 +12,8 @@ from experiments.program import Status
 from pdjax.core.clock import VirtualClock
 from pdjax.core.events import EventLog
 from pdjax.metrics.latency import itls_s, request_records, ttfts_s
-from pdjax.serving.loop import Inbox, serve
+from pdjax.serving.inbox import Inbox
+from pdjax.serving.loop import serve
 from tests.virtual import make_cluster, make_requests
 
 pytestmark = pytest.mark.quick
@@ -94,6 +95,19 @@ def test_on_a_terminal_it_is_drawn_over_itself():
   assert text.count(f"\x1b[{height}A") == text.count("tokens/s, ") - 1
   live.done("the end")
   assert stream.getvalue().endswith("the end\n")
+
+
+def test_on_a_low_terminal_it_is_no_higher_than_that(monkeypatch):
+  monkeypatch.setenv("LINES", "8")
+  monkeypatch.setenv("COLUMNS", "40")
+  stream = _Terminal()
+  _served(Live(stream, now_s=lambda: 0.0), strategy="9xmixed", n=5)
+  first, *others = stream.getvalue().split("\x1b[7A")
+  assert others
+  for frame in (first, *others):
+    lines = [line.removeprefix("\r\x1b[K") for line in frame.split("\n")[:-1]]
+    assert len(lines) == 7 and all(len(line) < 40 for line in lines)
+    assert lines[-1] == "and 6 more pools"
 
 
 def test_another_run_begins_with_nothing():

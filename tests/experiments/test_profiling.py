@@ -12,10 +12,13 @@ import pytest
 
 from configs.hardware import HARDWARE
 from configs.models import MODELS
+from experiments.bench_engine import copy_bytes_per_s
 from experiments.profiling import (
   Point,
+  ceiling_of,
   errors_by_kind,
   fit_points,
+  measured_device,
   predictions_s,
   steps_to_time,
   time_steps,
@@ -117,3 +120,14 @@ def test_a_budget_below_the_rows_is_refused(tmp_path):
   command = [sys.executable, "-m", "experiments.profile_steps", "--token_budget=4"]
   done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
   assert done.returncode == 2 and "--token_budget=4 cannot hold" in done.stderr
+
+
+def test_what_a_device_reaches_is_a_copy_over_its_memory_and_no_page_faults():
+  """A stream into memory that nobody touched before comes to a tenth of it."""
+  import jax
+
+  device = measured_device(jax.devices("cpu")[0], "float32")
+  assert device.peak_bytes_per_s > copy_bytes_per_s() / 4
+  ceiling = ceiling_of(device)
+  assert ceiling.peak_flops_per_s == 2 * device.peak_flops_per_s
+  assert ceiling.ridge_flop_per_byte == device.ridge_flop_per_byte

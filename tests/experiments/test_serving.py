@@ -105,6 +105,8 @@ def check_files(out: pathlib.Path, strategies) -> dict:
   num_steps = sum(1 for log in logs.values() for _ in each_step(log))
   assert sum(row["args"]["steps"] for row in steps) == num_steps
   assert all({"tokens", "flop_per_byte"} <= row["args"].keys() for row in steps)
+  counters = {row["name"] for row in trace if row["ph"] == "C"}
+  assert not steps or {"FLOP/s, % of peak", "bytes/s, % of peak"} <= counters
   names = {"events.jsonl", "summary.json", "timeline.json"}
   names |= {"latency.png", "phases.png", "timeline.png"}
   assert {p.name for p in out.iterdir()} == names
