@@ -63,7 +63,8 @@ def steps_to_time(
   if "decode" in kinds:
     plans += [probe_plan(pages, decodes=n, context=context) for n in rows for context in contexts]
   if "mixed" in kinds:
-    for n in {rows[0], rows[len(rows) // 2], max(1, pages.num_rows - 1)}:
+    beside = pages.num_rows - 1  # the prompt has a row too
+    for n in sorted({min(n, beside) for n in (rows[0], rows[len(rows) // 2], beside)} - {0}):
       for size in _sizes(min(mixed_tokens - n, most // 2), 3):
         for start in (0, most // 2):
           plans.append(

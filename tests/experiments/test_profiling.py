@@ -53,6 +53,17 @@ def test_some_45_steps_cover_every_kind_and_end_of_the_range():
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("num_rows", [1, 2, 3])
+def test_few_rows_are_room_enough(num_rows):
+  pages = dataclasses.replace(PAGES, num_rows=num_rows, pages_per_row=2, num_pages=2 * num_rows)
+  found = steps_to_time(pages, prefill_tokens=32, mixed_tokens=16, kinds=KINDS)
+  counts = [count_plan(plan) for plan in found]
+  assert max(c.num_decodes for c in counts) == num_rows
+  beside = {c.num_decodes for plan, c in zip(found, counts) if plan.kind == "mixed"}
+  assert beside == set(range(1, num_rows))  # the prompt has a row too
+
+
+@pytest.mark.quick
 def test_the_fit_of_these_steps_predicts_steps_that_were_not_timed():
   truth = Roofline(model=MODEL, device=DEVICE)
   rng = np.random.default_rng(0)
