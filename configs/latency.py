@@ -7,16 +7,14 @@ silicon_vllm        operators as measured under that engine: tables of aiconfigu
 silicon_trtllm      `[silicon]`); A100, H100, H200, L40S, B200 and what else it has
 silicon_sglang
 distserve           DistServe's linear form of OPT-13B and 66B on A100, its coefficients as
-distserve_vllm      shipped, of its own engine and of vLLM 0.2.3, which pads prompts; with the host
-                    time that simdistserve adds, as in VALIDATION.md;
-distserve_profiled  as they were profiled, before they were scaled to runs (`configs/linear.py`)
+distserve_vllm      shipped, of its own engine and of vLLM 0.2.3; with the host time that
+                    simdistserve adds, as in VALIDATION.md;
+distserve_profiled  as they were profiled, before they were scaled to runs (`configs/linear.py`):
 distserve_vllm_profiled
-distserve_vllm_unpadded
-                    as shipped and as its authors use them: they scaled them in a simulator that
-                    leaves padding out
+                    vLLM's pad prompts, those as shipped have that in their factors
 distserve_synthetic what was never published: OPT-175B, by the shipped coefficients of OPT-66B on as
 distserve_vllm_synthetic
-                    many devices and the sizes of both (`configs/linear.py: scaled_fit`); unpadded
+                    many devices and the sizes of both (`configs/linear.py: scaled_fit`)
 niyama              Niyama's linear form, Llama-3-8B on an A100
 """
 
@@ -25,7 +23,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from configs.linear import NIYAMA, SIMDISTSERVE, distserve_fit, scaled_fit
+from configs.linear import NIYAMA, SIMDISTSERVE, distserve_fit, pads_prompts, scaled_fit
 from configs.models import MODELS
 from pdjax.core.model_config import ModelConfig
 from pdjax.sim.hardware import Device, Link
@@ -101,7 +99,6 @@ def distserve(
   *,
   system: str = "distserve",
   shipped: bool = True,
-  pads_prompts: bool = False,
   is_synthetic: bool = False,
 ) -> DistServeForm:
   """DistServe's linear form of OPT-13B and 66B on A100, or made from the latter's for another."""
@@ -111,7 +108,9 @@ def distserve(
     fit = scaled_fit(distserve_fit(system, like.name, tp), model, like)
   else:
     fit = distserve_fit(system, model.name, tp, shipped=shipped)
-  return DistServeForm(fit=fit, pp=pp, pads_prompts=pads_prompts, **SIMDISTSERVE)
+  return DistServeForm(
+    fit=fit, pp=pp, pads_prompts=pads_prompts(system, shipped=shipped), **SIMDISTSERVE
+  )
 
 
 def niyama(model: ModelConfig, device: Device, tp: int, pp: int, link: Link) -> LatencyModel:
@@ -137,12 +136,9 @@ LATENCY: dict[str, Make] = {
     for name in ("vllm", "trtllm", "sglang")
   },
   "distserve": distserve,
-  "distserve_vllm": functools.partial(distserve, system="vllm", pads_prompts=True),
+  "distserve_vllm": functools.partial(distserve, system="vllm"),
   "distserve_profiled": functools.partial(distserve, shipped=False),
-  "distserve_vllm_profiled": functools.partial(
-    distserve, system="vllm", shipped=False, pads_prompts=True
-  ),
-  "distserve_vllm_unpadded": functools.partial(distserve, system="vllm"),
+  "distserve_vllm_profiled": functools.partial(distserve, system="vllm", shipped=False),
   "distserve_synthetic": functools.partial(distserve, is_synthetic=True),
   "distserve_vllm_synthetic": functools.partial(distserve, system="vllm", is_synthetic=True),
   "niyama": niyama,

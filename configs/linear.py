@@ -4,7 +4,8 @@ DistServe (github LLMServe/DistServe, Apache-2.0, 82831f1, simdistserve/estimato
 profiled on an A100-80G with its own engine and with vLLM 0.2.3, fitted by its authors to relative
 errors. What they ship are not the fits themselves: prompts were multiplied by 1.1 (DistServe) and
 1.4 (vLLM), decodes of vLLM by 1.2, to match runs that were served (their commit 4c68ed9, "Realign
-the curve"). `distserve_fit` divides that out again where `shipped` is False. Not for OPT-66B on 8
+the curve"), in their simulator: so they hold with its assumptions (`pads_prompts`).
+`distserve_fit` divides that out again where `shipped` is False. Not for OPT-66B on 8
 devices: DistServe's row there was taken over from vLLM's profile, and vLLM's is no multiple of it.
 Those of OPT-175B were withdrawn within hours; `scaled_fit` makes synthetic ones.
 
@@ -130,6 +131,17 @@ def distserve_fit(
     few_decodes_s=tuple(1e-3 * decode_factor * x for x in few),
     many_decodes_s=tuple(1e-3 * decode_factor * x for x in many),
   )
+
+
+def pads_prompts(system: str, *, shipped: bool = True) -> bool:
+  """Whether steps by these coefficients are computed with all prompts as long as the longest.
+
+  vLLM 0.2.3 does so, and what was profiled, prompts of one length, does not tell. In the simulator
+  that the shipped factors were chosen in a step costs the sum of its prompts' tokens and of their
+  squares (simdistserve/estimators/time_estimator.py), so what padding cost those runs is in the
+  factors already. DistServe's engine packs prompts.
+  """
+  return system == "vllm" and not shipped
 
 
 def scaled_fit(fit: DistServeFit, model: ModelConfig, like: ModelConfig) -> DistServeFit:

@@ -6,8 +6,8 @@
 The first takes 3 s: all of the 200 requests meet TTFT 15 s and TPOT 150 ms (the paper: 95 %). Last
 seen to hold on 30 Nov 2026.
 
-Lengths are synthetic, from the histograms of the paper's Figure 7; 25 requests a GPU; the rest as
-in fig8_66b.py.
+Lengths are synthetic, from the histogram of the paper's Figure 7 and its script; 25 requests a GPU;
+the rest as in fig8_66b.py.
 """
 
 import dataclasses

@@ -311,8 +311,7 @@ def table2(bench: Bench) -> Found:
       Judged(
         HOLDS if is_close else IN_PART if rmse <= PEER_RMSE[system] else NOT,
         f"On {len(points)} served runs that its authors published: {worst:.1f} points at most, "
-        f"RMSE {rmse:.1f}; their own simulator has an RMSE of {PEER_RMSE[system]} on these."
-        + ("" if system == "distserve" else _PADDING),
+        f"RMSE {rmse:.1f}; their own simulator has an RMSE of {PEER_RMSE[system]} on these.",
       )
     )
     table = published.TABLE2[system]
@@ -347,11 +346,6 @@ def table2(bench: Bench) -> Found:
     ],
   )
 
-
-_PADDING = (
-  " vLLM's shipped step times were scaled in a simulator that knows no padding of prompts; ours "
-  "pads, so the factor counts twice."
-)
 
 FIGURES = (
   Figure(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import random
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from experiments.program import ROOT
 from experiments.reproduction import reduce
 from experiments.reproduction.bench import Bench, Point
 from experiments.reproduction.crossing import Crossing, Curve
-from experiments.reproduction.published_distserve import ATTAINMENT
+from experiments.reproduction.published_distserve import ATTAINMENT, HUMANEVAL
 from experiments.validation import distserve as measured
 from pdjax.config import ExperimentConfig, load_config
 from pdjax.core.costs import count_slices
@@ -57,7 +58,7 @@ class Study:
   tp: int
   systems: tuple[str, ...] = ("distserve", "vllm", "mii")
   step_times: tuple[str, ...] = STEP_TIMES
-  is_sharegpt: bool = True
+  requests: str = "sharegpt"  # the data set
 
   @property
   def config(self) -> ExperimentConfig:
@@ -100,14 +101,14 @@ STUDIES = {
       title="OPT-66B, code completion",
       path="configs/distserve/fig9_code.py",
       tp=4,
-      is_sharegpt=False,
+      requests="humaneval",
     ),
     Study(
       name="summarization",
       title="OPT-66B, summarization",
       path="configs/distserve/fig9_summarization.py",
       tp=4,
-      is_sharegpt=False,
+      requests="longbench",
     ),
   )
 }
@@ -121,15 +122,18 @@ def as_system(
   """The experiment served by DistServe as it is, or by a baseline on `tp` devices.
 
   vLLM takes prompts first and whole, up to 16,384 tokens, and keeps 1 % of its pages free (its
-  source at 0.2.3). It computes them at the length of the longest, which is in the steps as it was
-  profiled; not in those as shipped, whose factors its authors chose in a simulator without.
+  source at 0.2.3), and pads them within `PADDING_LIMIT`; not by step times as shipped, whose
+  factors its authors chose in a simulator that knows neither padding nor that limit.
   """
   latency = config.latency
   if system == "vllm":
     latency = latency.replace("distserve", "distserve_vllm")
-    if step_times == "shipped" and latency == "distserve_vllm":
-      latency = "distserve_vllm_unpadded"
-    scheduler = dataclasses.replace(config.scheduler, prefill_budget=16_384, watermark=0.01)
+    scheduler = dataclasses.replace(
+      config.scheduler,
+      prefill_budget=16_384,
+      watermark=0.01,
+      options=() if step_times == "shipped" else (measured.PADDING_LIMIT,),
+    )
     config = dataclasses.replace(config, scheduler=scheduler)
   elif system == "mii":
     scheduler = dataclasses.replace(config.scheduler, token_budget=512, prefill_budget=None)
@@ -161,9 +165,31 @@ def recorded_lengths(data_dir: pathlib.Path) -> tuple[tuple[int, int], ...] | No
   return tuple((row.prompt_tokens, row.output_tokens) for row in rows)
 
 
-def lengths_note(lengths: Sequence | None, config: ExperimentConfig) -> str:
+def paper_lengths(
+  study: Study, data_dir: pathlib.Path, num_requests: int
+) -> tuple[tuple[int, int], ...] | None:
+  """The requests of the paper's run of so many, in their order; None where they are not known.
+
+  Its benchmark draws them by Python's generator from seed 0, of HumanEval from ten times each of
+  its problems.
+  """
+  if study.requests == "humaneval":
+    problems = 10 * HUMANEVAL
+    return tuple(random.Random(0).sample(problems, min(num_requests, len(problems))))
+  return recorded_lengths(data_dir) if study.requests == "sharegpt" else None
+
+
+KNOWN_REQUESTS = {
+  "sharegpt": "the first of the 1,600 ShareGPT pairs behind DistServe's measured runs",
+  "humaneval": "the paper's: what its benchmark draws of HumanEval's 164 problems from seed 0",
+}
+
+
+def lengths_note(
+  lengths: Sequence | None, config: ExperimentConfig, requests: str = "sharegpt"
+) -> str:
   if lengths is not None:
-    return "Requests are the first of the 1,600 ShareGPT pairs behind DistServe's measured runs."
+    return f"Requests are {KNOWN_REQUESTS[requests]}."
   return f"Requests are {config.workload.label}: drawn, not those of the paper's runs."
 
 
@@ -208,15 +234,16 @@ def runs_of(study: Study, bench: Bench, *, also: bool = True) -> dict[Name, Colu
   """The runs of a study; with `also` the long ones and those by other step times too."""
   config = study.config
   per_device = config.workload.num_requests // config.num_devices
-  lengths = recorded_lengths(bench.data_dir) if study.is_sharegpt else None
   rates = sorted({*study.rates, study.fixed_rate})
   points = {}
   for system in study.systems:
     for step_times in study.step_times_of(system) if also else study.step_times_of(system)[:1]:
       is_judged = step_times == study.judged(system)[1]
+      own = as_system(config, system, study.tp, step_times)
       for times in (1, LONGER) if also and is_judged and not bench.quick else (1,):
+        num_requests = times * per_device * own.num_devices
+        lengths = paper_lengths(study, bench.data_dir, num_requests)
         for rate in rates:
-          own = as_system(config, system, study.tp, step_times)
           points[Name(system, step_times, times, rate)] = at_rate(
             own, rate, times * per_device, lengths
           )
@@ -259,10 +286,10 @@ def curves_of(
 
 
 def sampled_lengths(study: Study, data_dir: pathlib.Path) -> Sequence[tuple[int, int]]:
-  """The recorded pairs, or as many as there are drawn from the workload."""
-  recorded = recorded_lengths(data_dir) if study.is_sharegpt else None
+  """The pairs of the paper's requests, or as many drawn from the workload."""
+  known = paper_lengths(study, data_dir, NUM_SAMPLED)
   family = study.config.workload.lengths
-  return recorded or family.pairs(NUM_SAMPLED, np.random.default_rng(0))
+  return known or family.pairs(NUM_SAMPLED, np.random.default_rng(0))
 
 
 def unreachable(

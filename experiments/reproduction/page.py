@@ -43,12 +43,18 @@ def counts(entries: Iterable[Entry]) -> dict[str, int]:
   return {verdict: number[verdict] for verdict in (HOLDS, IN_PART, NOT, MISSING)}
 
 
+_OF_SEVERAL = {HOLDS: "hold", NOT: "do not hold"}
+
+
+def counted(verdict: str, number: int) -> str:
+  """So many claims that came to a verdict, in words."""
+  return f"{number} {verdict if number == 1 else _OF_SEVERAL.get(verdict, verdict)}"
+
+
 def counts_line(entries: Sequence[Entry]) -> str:
   own = counts(entries)
-  return (
-    f"{sum(own.values())} claims of {len(entries)} figures and tables: {own[HOLDS]} hold, "
-    f"{own[IN_PART]} in part, {own[NOT]} do not hold, {own[MISSING]} missing."
-  )
+  words = ", ".join(counted(verdict, n) for verdict, n in own.items())
+  return f"{sum(own.values())} claims of {len(entries)} figures and tables: {words}."
 
 
 def _ordered(entries: Sequence[Entry]) -> list[Entry]:
@@ -66,7 +72,7 @@ def markdown(entries: Sequence[Entry], folder: str, made: str) -> str:
       (
         f"[{figure.name}](#{_anchor(figure)})",
         figure.kind,
-        ", ".join(f"{n} {verdict}" for verdict, n in own.items() if n),
+        ", ".join(counted(verdict, n) for verdict, n in own.items() if n),
         found.error_words if found is not None else "",
       )
     )

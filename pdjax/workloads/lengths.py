@@ -147,7 +147,8 @@ class Quantiles:
 
   Points are (share of the requests, length), from the shortest at 0 to the longest at 1. A request
   of more than `max_total_tokens` is shrunk to it, prompt and output in proportion, as Sarathi's
-  generator does, which moves the upper quantiles of both.
+  generator does, which moves the upper quantiles of both; with `cuts_prompts` its prompt is cut, as
+  a context is that leaves room for the answer.
 
   Raises:
     ValueError: points that do not rise from share 0 to share 1 and from length 1, or a total of
@@ -157,6 +158,7 @@ class Quantiles:
   prompt_tokens: tuple[tuple[float, int], ...]  # share, length
   output_tokens: tuple[tuple[float, int], ...]
   max_total_tokens: int | None = None
+  cuts_prompts: bool = False
 
   def __post_init__(self):
     for name in ("prompt_tokens", "output_tokens"):
@@ -188,6 +190,9 @@ class Quantiles:
     most, total = self.max_total_tokens, prompt + output
     if most is None or total <= most:
       return Lengths(prompt, output)
+    if self.cuts_prompts:
+      output = min(output, most - 1)
+      return Lengths(most - output, output)
     output = min(max(1, output * most // total), most - 1)
     return Lengths(min(max(1, prompt * most // total), most - output), output)
 

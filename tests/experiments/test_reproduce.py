@@ -9,7 +9,7 @@ import pytest
 from experiments.reproduction import reduce
 from experiments.reproduction.bench import _source
 from experiments.reproduction.figure import HOLDS, MISSING, NOT, Compared, Figure, Found, Judged
-from experiments.reproduction.page import Entry, counts, markdown, web_page
+from experiments.reproduction.page import Entry, counted, counts, markdown, web_page
 
 pytestmark = pytest.mark.quick
 
@@ -29,6 +29,13 @@ def _found(**changes) -> Found:
 def test_a_row_has_a_cell_for_each_column():
   with pytest.raises(ValueError, match=r"\(1,\) has not the columns"):
     _found(rows=[(1,)])
+
+
+def test_several_claims_are_counted_in_the_plural():
+  words = {counted(verdict, n) for verdict in (HOLDS, "in part", NOT) for n in (1, 2)}
+  assert words == {
+    "1 holds", "2 hold", "1 in part", "2 in part", "1 does not hold", "2 do not hold"
+  }  # fmt: skip
 
 
 def test_a_verdict_is_one_of_four():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import random
 import types
 
 import numpy as np
@@ -32,6 +33,7 @@ from experiments.reproduction.distserve_systems import (
   at_rate,
   attainment_percent,
   crossing_like,
+  paper_lengths,
   recorded_lengths,
   unreachable,
 )
@@ -104,6 +106,26 @@ def test_published_crossings_follow_from_published_curves(fig):
         assert own == pytest.approx(x, rel=2e-3), (fig, name, axis, system)
 
 
+def test_humaneval_is_that_of_figure_7_problem_for_problem():
+  for i, kind in enumerate(("prompt", "output")):
+    lengths = np.array([pair[i] for pair in published.HUMANEVAL])
+    width = published.FIG7_BIN_TOKENS
+    num, _ = np.histogram(lengths, np.arange(41) * width)
+    there = np.array(published.FIG7_DENSITY["humaneval"][kind]) * width / 1e3 * 164
+    assert num.tolist() == np.rint(there).tolist()
+    assert lengths.mean() == pytest.approx(published.FIG7_MEAN["humaneval"][i], abs=0.06)
+
+
+def test_requests_of_code_completion_are_what_the_paper_s_benchmark_draws():
+  """`random.seed(0)`, then `random.sample` of ten times each problem."""
+  random.seed(0)
+  drawn = random.sample(list(published.HUMANEVAL) * 10, 400)
+  study, nowhere = STUDIES["code"], pathlib.Path("nowhere")
+  assert paper_lengths(study, nowhere, 400) == tuple(drawn)
+  assert len(paper_lengths(study, nowhere, 2000)) == 1640
+  assert paper_lengths(STUDIES["summarization"], nowhere, 200) is None
+
+
 def test_headline_ratios_are_those_of_the_paper():
   rate = published.CROSSINGS["fig8"]["13b"]["rate"][1]
   scale = published.CROSSINGS["fig9"]["summarization"]["scale"][1]
@@ -160,6 +182,18 @@ def test_every_system_serves_by_all_its_step_times(name):
         config, workload=dataclasses.replace(config.workload, num_requests=2)
       )
       assert None not in simulate(Point(config=config, reduce=reduce.micros))["ttft_us"]
+
+
+def test_vllm_pads_but_by_step_times_that_have_it_in_their_factors():
+  study = STUDIES["13b"]
+  limits = {}
+  for step_times in study.step_times:
+    config = as_system(study.config, "vllm", study.tp, step_times)
+    limits[step_times] = config.scheduler.options_of("prefill_first").get("max_padding_tokens")
+    make = LATENCY[config.latency]
+    form = make(MODELS[config.model], HARDWARE["a100"], 1, 1, None)
+    assert getattr(form, "pads_prompts", False) == (step_times == "profiled")
+  assert limits == {"shipped": None, "profiled": 256, "roofline": 256}
 
 
 def test_a_run_is_as_long_and_as_fast_for_each_gpu():

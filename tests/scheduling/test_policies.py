@@ -93,6 +93,17 @@ def test_prefill_first_stalls_every_decode_for_whole_prompts():
   ]
 
 
+def test_prefill_first_pads_prompts_within_its_limit():
+  """Prompts of 4, 6 and 5: as a rectangle of 3 x 6 they have 3 tokens of padding."""
+  for padding, budget, first in ((3, 18, 3), (2, 18, 2), (1, 18, 1), (3, 17, 2), (0, 18, 1)):
+    scheduler = make_scheduler(
+      "prefill_first", budget=budget, options={"max_padding_tokens": padding}
+    )
+    steps = timeline(scheduler, {0: [(0, 4, 1), (1, 6, 1), (2, 5, 1)]})
+    assert len(steps[0][0]) == first, (padding, budget)
+    assert [i for prefills, _ in steps for i, _, _ in prefills] == [0, 1, 2], "in order"
+
+
 def test_sarathi_takes_decodes_then_the_started_prompt_then_a_new_one():
   scheduler = make_scheduler("sarathi", budget=4)
   steps = timeline(scheduler, {0: [(0, 3, 4)], 1: [(1, 5, 2), (2, 2, 1)]})
@@ -322,6 +333,7 @@ def test_options_reach_the_policy():
     ("deadline", {"safety": 0.0}, ["deadline", "safety=0.0", "positive"]),
     ("deadline", {"ttft_s": float("nan")}, ["deadline", "ttft_s=nan", "positive"]),
     ("shortest_prefill_first", {"ageing_tokens_per_s": 0}, ["ageing_tokens_per_s=0", "positive"]),
+    ("prefill_first", {"max_padding_tokens": -1}, ["max_padding_tokens=-1", "at least 0"]),
   ],
 )
 def test_what_is_wrong_with_a_policy_is_one_message(name, options, parts):

@@ -6,7 +6,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from configs.linear import NIYAMA, SIMDISTSERVE, distserve_fit
+from configs.linear import NIYAMA, SIMDISTSERVE, distserve_fit, pads_prompts
 from pdjax.core.costs import StepCounts, count_slices
 from pdjax.core.plan import Slice, StepPlan
 from pdjax.core.request import SamplingParams
@@ -104,6 +104,14 @@ def test_padded_prompts_are_all_as_long_as_the_longest():
   assert padded.step_s(plan(500, 20, 300)) == pytest.approx(form().step_s(plan(500, 500, 500)))
   assert padded.step_s(plan(500)) == form().step_s(plan(500))
   assert form().step_s(plan(500, 20)) < padded.step_s(plan(500, 20))
+
+
+def test_only_vllm_as_it_was_profiled_pads():
+  """The factors of the shipped coefficients were chosen in a simulator that does not."""
+  pads = {
+    (s, b) for s in ("distserve", "vllm") for b in (True, False) if pads_prompts(s, shipped=b)
+  }
+  assert pads == {("vllm", False)}
 
 
 @pytest.mark.parametrize("model", [form(**SIMDISTSERVE), NIYAMA])

@@ -32,6 +32,12 @@ FAMILIES = [
     prompt_tokens=((0, 1), (1, 1000)), output_tokens=((0, 1), (1, 900)), max_total_tokens=700
   ),
   Quantiles(prompt_tokens=((0, 1), (1, 90)), output_tokens=((0, 5), (1, 5)), max_total_tokens=2),
+  Quantiles(
+    prompt_tokens=((0, 1), (1, 1000)),
+    output_tokens=((0, 1), (1, 900)),
+    max_total_tokens=700,
+    cuts_prompts=True,
+  ),
   Sampled(recorded=(Lengths(5, 9), Lengths(100, 1), Lengths(7, 7))),
   Scaled(lengths=Fixed(prompt_tokens=33, output_tokens=15), scale=32),
   Scaled(lengths=Uniform(prompt_tokens=(1, 63), output_tokens=(1, 63)), scale=8),
@@ -108,6 +114,17 @@ def test_what_is_too_long_together_shrinks_in_proportion_and_the_rest_is_left():
       assert 698 <= sum(after) <= 700
       for a, b in zip(after, before):
         assert a == pytest.approx(b * 700 / sum(before), abs=1)
+
+
+def test_a_cut_prompt_leaves_the_output_whole():
+  points = dict(prompt_tokens=((0, 10), (1, 1000)), output_tokens=((0, 10), (1, 900)))
+  free = Quantiles(**points).pairs(5000, np.random.default_rng(4))
+  family = Quantiles(**points, max_total_tokens=700, cuts_prompts=True)
+  cut = family.pairs(5000, np.random.default_rng(4))
+  assert {min(sum(pair), 700) < 700 for pair in free} == {True, False}
+  for (prompt, output), after in zip(free, cut):
+    output = min(output, 699)
+    assert after == (min(prompt, 700 - output), output)
 
 
 def test_sampled_pairs_come_once_before_any_comes_twice():

@@ -14,7 +14,7 @@ from pdjax.scheduling.policies.fcfs import fcfs
 from pdjax.scheduling.policies.hybrid_only import hybrid_only
 from pdjax.scheduling.policies.orca import orca
 from pdjax.scheduling.policies.prefill_chunks import prefill_chunks
-from pdjax.scheduling.policies.prefill_first import prefill_first
+from pdjax.scheduling.policies.prefill_first import PrefillFirst
 from pdjax.scheduling.policies.prefill_only import prefill_only
 from pdjax.scheduling.policies.sarathi import Sarathi
 from pdjax.scheduling.policies.shortest_prefill_first import ShortestPrefillFirst
@@ -50,7 +50,7 @@ POLICIES: dict[str, PolicySpec] = {
     policy=FasterTransformer, chunks=False, mixes=False, reservation="max_len"
   ),
   "orca": PolicySpec(policy=orca, chunks=False, mixes=True, reservation="max_len"),
-  "prefill_first": PolicySpec(policy=prefill_first, chunks=False, mixes=False),
+  "prefill_first": PolicySpec(policy=PrefillFirst, chunks=False, mixes=False),
   "sarathi": PolicySpec(policy=Sarathi, chunks=True, mixes=True),
   "simple_chunking": PolicySpec(policy=SimpleChunking, chunks=True, mixes=False),
   "hybrid_only": PolicySpec(policy=hybrid_only, chunks=False, mixes=True),
