@@ -103,33 +103,23 @@ _UNSCALED = 8  # devices of a stage: see above
 SIMDISTSERVE = {"stage_s": 1e-3, "host_s": 2e-3, "host_token_s": 1e-7}
 
 
-def distserve_fit(
-  system: str,
-  model: str,
-  tp: int,
-  *,
-  shipped: bool = True,
-  prefill_factor: float = 1.0,
-  decode_factor: float = 1.0,
-) -> DistServeFit:
+def distserve_fit(system: str, model: str, tp: int, *, shipped: bool = True) -> DistServeFit:
   """The coefficients of a system ("distserve", "vllm") as shipped, or as fitted before that.
-
-  All of a kind of step are multiplied by its factor.
 
   Raises:
     ValueError: nobody published them, with near matches.
   """
   names = {f"{s} {m} tp={n}": key for key in _SHIPPED_MS for s, m, n in (key,)}
   prefill, few, many = _SHIPPED_MS[pick(names, f"{system} {model} tp={tp}", "linear model")]
+  by_prefill = by_decode = 1.0
   if not shipped:
     if tp == _UNSCALED:
       raise ValueError(f"{system} {model} tp={tp}: what it was fitted to is not published")
     by_prefill, by_decode = _SHIPPED_FACTORS[system]
-    prefill_factor, decode_factor = prefill_factor / by_prefill, decode_factor / by_decode
   return DistServeFit(
-    prefill_s=tuple(1e-3 * prefill_factor * x for x in prefill),
-    few_decodes_s=tuple(1e-3 * decode_factor * x for x in few),
-    many_decodes_s=tuple(1e-3 * decode_factor * x for x in many),
+    prefill_s=tuple(1e-3 / by_prefill * x for x in prefill),
+    few_decodes_s=tuple(1e-3 / by_decode * x for x in few),
+    many_decodes_s=tuple(1e-3 / by_decode * x for x in many),
   )
 
 

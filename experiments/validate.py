@@ -29,7 +29,7 @@ from configs.models import MODELS
 from experiments.figures.validation import draw_replay
 from experiments.program import FLAGS, ROOT, Progress, main, out_folder, whole_file
 from experiments.serving import write_summary
-from experiments.validation import distserve, distserve_parts, engine, silicon, steps_part, vllm
+from experiments.validation import distserve_parts, engine, silicon, steps_part, vllm
 from experiments.validation.page import Section, page
 from experiments.validation.replay import Replay, error_rows, simulate, text_table
 from experiments.validation.requests import COLUMNS, Measured, doubt, read_requests, to_requests
@@ -273,24 +273,10 @@ def section_of(name: str, part: Part, data_dir: pathlib.Path, show: Show) -> Sec
     return Section(title=name, missing=f"there is no {file}")
 
 
-def run_fit() -> int:
-  """Prints how far vLLM is from Figure 8 by factors of its step times."""
-  folder = pathlib.Path(FLAGS.data_dir) / "distserve"
-  rows = distserve.read_runs(folder)["vllm-100-1"]
-  facts = distserve.read_facts(folder)
-  factors = [1 + i / 20 for i in range(9)]
-  found = sorted(distserve.fit_to_figure_8(facts, rows, factors))
-  print("points   prompts x   decodes x")
-  for points, prefill, decode in found[:10]:
-    print(f"{points:6.2f}{prefill:12.2f}{decode:12.2f}")
-  return 0
-
-
 def prepare() -> Callable[[], int]:
   if FLAGS.requests is not None:
     return functools.partial(run_replay, check_replay())
-  suite = check_suite()
-  return run_fit if FLAGS.fit_figure_8 else functools.partial(run_suite, suite)
+  return functools.partial(run_suite, check_suite())
 
 
 if __name__ == "__main__":
@@ -321,6 +307,5 @@ if __name__ == "__main__":
   flags.DEFINE_enum(
     "engine", "measure", ("measure", "saved"), "the engine's runs: 25 minutes, or those kept"
   )
-  flags.DEFINE_bool("fit_figure_8", False, "fit vLLM's step times to DistServe's Figure 8; ends")
   flags.DEFINE_string("out", None, "folder; default: this checkout, or runs/validate-TIME")
   main(prepare, lambda run: run())

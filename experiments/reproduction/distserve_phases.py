@@ -296,8 +296,7 @@ def table2(bench: Bench) -> Found:
     points = {}
     for name in names:
       bench.show(name)
-      times = measured.STEP_TIMES["shipped"]
-      replay = Replay.of(runs[name], measured.as_served(runs[name], system, times))
+      replay = Replay.of(runs[name], measured.as_served(runs[name], system))
       points[float(name.rsplit("-", 1)[1]) / num_gpus] = replay.attainments(*SLO)
     points = dict(sorted(points.items()))
     rows += [(system, rate, *pair) for rate, pair in points.items()]

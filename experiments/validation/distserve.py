@@ -15,8 +15,7 @@ models of the same systems:
   newest; 1 % of the pages are kept free. By its shipped step times no padding and no such limit:
   their factors were chosen in a simulator that knows neither (`configs/linear.py: pads_prompts`).
 
-Nothing was fitted to these runs, but vLLM's judged step times to others of the same system and
-requests. See `STEP_TIMES`.
+Nothing was fitted to these runs by us; by their authors, see `STEP_TIMES`.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ import csv
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from configs.hardware import HARDWARE, LINKS
 from configs.linear import SIMDISTSERVE, distserve_fit, pads_prompts
 from configs.models import MODELS
-from experiments.validation.replay import Replay, simulate
+from experiments.validation.replay import simulate
 from experiments.validation.requests import Measured, to_requests
 from pdjax.config import PoolSpec, SchedulerOptions, parse_pools
 from pdjax.core.clock import to_ticks
@@ -62,18 +61,11 @@ RUNS = "opt13b_sharegpt_a100_measured_requests.csv"
 FACTS = "facts.json"
 
 # Where step times come from: how the coefficients of `configs/linear.py` are taken. simdistserve's
-# own constants for Ray and for stages come on top of each.
-STEP_TIMES: dict[str, dict[str, Any]] = {
-  # As the authors use them: scaled by hand to runs that were served. Their script for that
-  # (simdistserve/benchmarks/alignment/align_with_real.py) has DistServe's runs of 300 requests and
-  # all of vLLM's here, by the first of `SLOS`.
-  "shipped": {},
-  # As profiled, by nobody scaled to anything that was served.
-  "profiled": {"shipped": False},
-  # vLLM alone: as profiled, and scaled by the factors that bring `as_served` nearest to Figure 8 of
-  # the paper (`fit_to_figure_8`): other end-to-end runs, of the same requests and the same gaps.
-  "figure 8": {"shipped": False, "prefill_factor": 1.25, "decode_factor": 1.1},
-}
+# own constants for Ray and for stages come on top of each. As shipped is as their authors use them:
+# scaled by hand to runs that were served. Their script for that (simdistserve/benchmarks/alignment/
+# align_with_real.py) has DistServe's runs of 300 requests and all of vLLM's here, by the first of
+# `SLOS`. As profiled nobody scaled them to anything that was served.
+STEP_TIMES = ("shipped", "profiled")
 
 
 def read_runs(folder: pathlib.Path) -> dict[str, tuple[Measured, ...]]:
@@ -126,14 +118,11 @@ class CopiesBetweenSteps(SimExecutor):
     return SimTicket(finish_s=end_s)
 
 
-def _pads_prompts(system: str, times: Mapping[str, Any]) -> bool:
-  return pads_prompts(system, shipped=times.get("shipped", True))
-
-
-def _forms(system: str, times: Mapping[str, Any]) -> Callable:
+def _forms(system: str, *, shipped: bool = True) -> Callable:
   def latency(spec: PoolSpec) -> DistServeForm:
-    fit = distserve_fit(system, MODEL.name, spec.group.tp, **times)
-    return DistServeForm(fit=fit, pads_prompts=_pads_prompts(system, times), **SIMDISTSERVE)
+    fit = distserve_fit(system, MODEL.name, spec.group.tp, shipped=shipped)
+    pads = pads_prompts(system, shipped=shipped)
+    return DistServeForm(fit=fit, pads_prompts=pads, **SIMDISTSERVE)
 
   return latency
 
@@ -153,7 +142,7 @@ def as_simdistserve(rows: Sequence[Measured], system: str) -> EventLog:
     parse_pools(pools[system]),
     SchedulerOptions(prefill_budget=n * MODEL.max_len, watermark=0.0, steps_in_flight=1),
     MODEL,
-    _forms(system, {}),
+    _forms(system),
     lambda spec: pages,
     INSTANT,
     HandOff(streams=False),
@@ -161,9 +150,9 @@ def as_simdistserve(rows: Sequence[Measured], system: str) -> EventLog:
 
 
 def as_served(
-  rows: Sequence[Measured], system: str, times: Mapping[str, Any], *, has_limits: bool = True
+  rows: Sequence[Measured], system: str, *, shipped: bool = True, has_limits: bool = True
 ) -> EventLog:
-  """The run of these requests by a system as it was, with step times as `STEP_TIMES` has them.
+  """The run of these requests by a system as it was, with step times as shipped or as profiled.
 
   `has_limits` False takes away what its KV cache holds no more: what it was limited by shows.
   """
@@ -188,7 +177,7 @@ def as_served(
     )
 
   options = SchedulerOptions(
-    options=(PADDING_LIMIT,) if _pads_prompts(system, times) else (),
+    options=(PADDING_LIMIT,) if pads_prompts(system, shipped=shipped) else (),
     token_budget=1024,  # of steps of decodes
     prefill_budget=16_384 if is_vllm else 8192,
     watermark=0.01 if is_vllm else 0.0,
@@ -200,42 +189,12 @@ def as_served(
     parse_pools("mixed:prefill_first" if is_vllm else "prefill:tp2,decode"),
     options,
     MODEL,
-    _forms(system, times),
+    _forms(system, shipped=shipped),
     pages,
     NVLINK,
     HandOff(streams=False, reservation="prompt"),
     SimExecutor if is_vllm else CopiesBetweenSteps,
   )
-
-
-def fit_to_figure_8(
-  facts: Mapping[str, Any], rows: Sequence[Measured], factors: Sequence[float]
-) -> Iterator[tuple[float, float, float]]:
-  """How far vLLM `as_served` is from Figure 8, for each pair of factors: points, prefill, decode.
-
-  Points are the root of the mean square over its 19 points (OPT-13B: attainment by rate, and by the
-  scale of the SLOs at 1.5 a second). Its requests are those of the run `vllm-100-1` (`rows`), the
-  first hundred of every run there is, with gaps by the same random numbers. What they took is not
-  looked at.
-  """
-  figure = facts["figures"]["fig8"]
-  by_rate = figure["rate_13b"]["curves"]["vllm"]
-  by_scale = figure["slo_13b"]["curves"]["vllm"]
-  ttft_s, tpot_s = 0.25, 0.1
-  rates = sorted({rate for rate, _ in by_rate} | {1.5})
-  for prefill in factors:
-    for decode in factors:
-      times = {"shipped": False, "prefill_factor": prefill, "decode_factor": decode}
-      runs = {}
-      for rate in rates:
-        faster = [row._replace(arrival_s=row.arrival_s / rate) for row in rows]
-        runs[rate] = Replay.of(faster, as_served(faster, "vllm", times))
-      errors = [runs[rate].attainments(ttft_s, tpot_s)[1] - share for rate, share in by_rate]
-      errors += [
-        runs[1.5].attainments(ttft_s * scale, tpot_s * scale)[1] - share
-        for scale, share in by_scale
-      ]
-      yield rms(errors), prefill, decode
 
 
 def rms(values: Sequence[float]) -> float:

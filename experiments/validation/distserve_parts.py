@@ -17,12 +17,12 @@ MS = 1e3
 SLO = distserve.SLOS[0]
 LABELS = {"distserve": "DistServe, one prefill and one decode instance", "vllm": "vLLM"}
 MOST_POINTS = {"distserve": 3.0, "vllm": 5.0}
-JUDGED = {"distserve": "shipped", "vllm": "figure 8"}  # of `STEP_TIMES`
-FITTED = {  # to runs of the system that is judged: by others, by us
-  "shipped": "shipped (scaled by its authors, whose script for that has those of 300 requests)",
-  "figure 8": "fitted to Figure 8 (end-to-end runs of the same system and first 100 requests)",
+JUDGED = "shipped"  # of `STEP_TIMES`
+ALIGNED = {  # runs that the authors' script compares with their simulator
+  "distserve": "those of 300 requests",
+  "vllm": "all of them",
 }
-ALIGNED = "-300-"  # DistServe's runs that its authors' script compares with their simulator
+OF_300 = "-300-"
 NUM_OVERLOADED = 2  # of the longest runs, drawn with and without memory limits
 
 
@@ -38,47 +38,39 @@ def as_served(data_dir: pathlib.Path, show: Show) -> Section:
     for system in LABELS
   }
 
-  def served(name: str, times: Mapping, *, has_limits: bool = True) -> Replay:
-    show(f"{name}, step times {times or 'shipped'}")
-    system = distserve.system_of(name)
-    log = distserve.as_served(runs[name], system, times, has_limits=has_limits)
+  def served(name: str, times: str, *, has_limits: bool = True) -> Replay:
+    show(f"{name}, step times {times}")
+    log = distserve.as_served(
+      runs[name],
+      distserve.system_of(name),
+      shipped=times == "shipped",
+      has_limits=has_limits,
+    )
     return Replay.of(runs[name], log)
 
   replays = {
-    (times, name): served(name, changes)
-    for system in names
-    for times, changes in distserve.STEP_TIMES.items()
-    if system == "vllm" or times != "figure 8"
-    for name in names[system]
+    (times, name): served(name, times)
+    for times in distserve.STEP_TIMES
+    for own in names.values()
+    for name in own
   }
-  shipped = distserve.STEP_TIMES[JUDGED["distserve"]]
-  unlimited = {n: served(n, shipped, has_limits=False) for n in names["distserve"]}
-  nearby = [
-    _points([served(name, changes) for name in names["vllm"]]) for changes in _nearby_factors()
-  ]
-  judged = {
-    system: {name: replays[JUDGED[system], name] for name in names[system]} for system in names
-  }
+  unlimited = {n: served(n, JUDGED, has_limits=False) for n in names["distserve"]}
+  judged = {system: {n: replays[JUDGED, n] for n in own} for system, own in names.items()}
   points = {
-    system: {
-      times: _points([replays[times, n] for n in own])
-      for times in distserve.STEP_TIMES
-      if (times, own[0]) in replays
-    }
+    system: {times: _points([replays[times, n] for n in own]) for times in distserve.STEP_TIMES}
     for system, own in names.items()
   }
   by_times = [("step times", *LABELS.values())]
   for times in distserve.STEP_TIMES:
-    cells = (f"{own[times]:.1f}" if times in own else "" for own in points.values())
-    by_times.append((times, *cells))
+    by_times.append((times, *(f"{own[times]:.1f}" for own in points.values())))
   without = f"{_points(list(unlimited.values())):.1f}"
-  by_times.append((f"{JUDGED['distserve']}, no memory limits", without, ""))
+  by_times.append((f"{JUDGED}, no memory limits", without, ""))
   peer = {run["name"]: run["att"]["200/100"][1] for run in facts["peer_results"]["align"]}
   tables = [
     f"### {LABELS[system]}\n\n{markdown_table(_run_rows(own, peer))}"
     for system, own in judged.items()
   ]
-  others = _points([own for n, own in judged["distserve"].items() if ALIGNED not in n])
+  others = _points([own for n, own in judged["distserve"].items() if OF_300 not in n])
   last = names["distserve"][-NUM_OVERLOADED:]
   tails = {n: (judged["distserve"][n], unlimited[n]) for n in last}
   attainment = {
@@ -91,7 +83,7 @@ def as_served(data_dir: pathlib.Path, show: Show) -> Section:
       *reached_rows(points, {system: len(own) for system, own in names.items()}),
       _tail_reached(tails),
     ],
-    text="\n\n".join([_words(markdown_table(by_times), nearby, others), *tables, _TAIL_WORDS]),
+    text="\n\n".join([_words(markdown_table(by_times), others), *tables, _TAIL_WORDS]),
     pictures={
       "attainment.png": functools.partial(draw_attainment, attainment),
       "tails.png": functools.partial(draw_tails, tails),
@@ -100,19 +92,20 @@ def as_served(data_dir: pathlib.Path, show: Show) -> Section:
 
 
 def reached_rows(points: Mapping[str, Mapping[str, float]], num_runs: Mapping) -> list[Reached]:
-  """Where we fitted step times to runs, those as published stand in a row of their own."""
+  """By step times as shipped; what they were scaled to is said, and what others give."""
   rows = []
   for system, by_times in points.items():
-    judged, most = JUDGED[system], MOST_POINTS[system]
-    what = f"{LABELS[system]}: RMSE of attainment, {num_runs[system]} runs, step times "
-    published = {times: own for times, own in by_times.items() if times in ("shipped", "profiled")}
-    told = ", ".join(f"{times} {own:.1f}" for times, own in published.items() if times != judged)
-    asked = f"under {most:.0f} points"
-    if judged not in published:
-      is_met = max(published.values()) < most
-      rows.append(Reached(f"{what}as published", asked, f"{told} points", is_met))
-    found = f"{by_times[judged]:.1f} points{f'; {told}' if judged in published else ''}"
-    rows.append(Reached(f"{what}{FITTED[judged]}", asked, found, by_times[judged] < most))
+    own, most = by_times[JUDGED], MOST_POINTS[system]
+    told = ", ".join(f"{times} {error:.1f}" for times, error in by_times.items() if times != JUDGED)
+    rows.append(
+      Reached(
+        f"{LABELS[system]}: RMSE of attainment, {num_runs[system]} runs, step times {JUDGED} "
+        f"(scaled by its authors, whose script for that has {ALIGNED[system]})",
+        f"under {most:.0f} points",
+        f"{own:.1f} points; {told}",
+        own < most,
+      )
+    )
   return rows
 
 
@@ -164,23 +157,7 @@ def _missing(folder: pathlib.Path) -> str | None:
   return f"there is no {' and no '.join(missing)} in distserve" if missing else None
 
 
-def _nearby_factors() -> list[dict]:
-  """Those of Figure 8, and each 0.05 less and more."""
-  best = distserve.STEP_TIMES["figure 8"]
-  steps = (-0.05, 0.0, 0.05)
-  return [
-    best
-    | {
-      "prefill_factor": best["prefill_factor"] + prefill,
-      "decode_factor": best["decode_factor"] + decode,
-    }
-    for prefill in steps
-    for decode in steps
-  ]
-
-
-def _words(by_times: str, nearby: Sequence[float], others: float) -> str:
-  factors = distserve.STEP_TIMES["figure 8"]
+def _words(by_times: str, others: float) -> str:
   return f"""ShareGPT requests as they arrived; a run is named requests-rate. Judged are
 those that the data folder has of the 13 runs of one prefill and one decode instance and of vLLM's
 8. SLOs of each request: TTFT {SLO[0] * MS:.0f} ms and TPOT {SLO[1] * MS:.0f} ms. How the systems
@@ -201,16 +178,8 @@ Root mean square error of attainment in points, by where step times come from:
   {others:.1f} points.
 - profiled: before that, as timed on idle devices. Here vLLM pads the prompts of a step, by 256
   tokens at most, as its version 0.2.3 does.
-- figure 8: vLLM's as profiled, prompts by {factors["prefill_factor"]} and decodes by
-  {factors["decode_factor"]}: so the simulator is nearest to the 19 points of the paper's Figure 8,
-  which are other runs of the same requests (`--fit_figure_8`): 4.4 points off. They hardly tell the
-  factor of decodes: with 1.0, 1.2 or 1.35 it is 4.8, 4.5 or 5.0. With one or both factors 0.05
-  less or more the errors here are {min(nearby):.1f} to {max(nearby):.1f} points.
 
-Judged is {JUDGED["distserve"]} for DistServe and {JUDGED["vllm"]} for vLLM. That row of vLLM is no
-prediction from operators: Figure 8 has runs of the same vLLM on the same device, and the first
-hundred requests, served at 0.25 to 3 a second, are in every run here. Only profiled step times were
-never fitted to what was served.
+Judged are those as shipped. Only profiled step times were never fitted to what was served.
 
 To all of them come what simdistserve adds, {distserve.SIMDISTSERVE["host_s"] * MS:g} ms a step for
 Ray and {distserve.SIMDISTSERVE["stage_s"] * MS:g} ms for a stage of prompts, and
