@@ -1,6 +1,6 @@
 """Devices and links by name. Peaks are the vendors' dense bf16 figures, in powers of ten.
 
-Those that have a fit were fitted to published operator timings by
+Those that have a fit, but for the CPU's, were fitted to published operator timings by
 
     python -m experiments.calibrate --data=../shared/data --hardware=NAME
 
@@ -20,6 +20,8 @@ the points of each. Errors on what was fitted, median / 95th percentile, in perc
   rtx-pro-6000  5.3 / 17    25 / 34      3.4 / 16     3.7 / 12
   rtx-4090      2.7 / 13    18 / 32      4.8 / 16     6.5 / 28
   tpu-v6e       4.3 / 12    6.3 / 18     3.3 / 18     1.9 / 16
+  cpu           whole steps, as this engine pads them: prefill 3.4 / 18, decode 7.5 / 22, mixed
+                5.4 / 15
 
 The large errors are those of sizes that take little of a step: prompts and contexts below 128
 tokens. What of each source was used:
@@ -383,12 +385,31 @@ HARDWARE: dict[str, Device] = {
       decode_pad_tokens=278.0,
     ),
   ),
-  # An example of two server cores, not a machine: 2 x 3 GHz x 32 FLOP a cycle, one memory channel.
+  # Two cores of an AMD EPYC with this project's engine, by whole steps of SmolLM2-135M in float32
+  # (`python -m experiments.profile_steps`, 30 Nov 2026, load 1.8; peaks: twice what was reached).
   "cpu": Device(
     name="cpu",
-    peak_flops_per_s=192e9,
-    peak_bytes_per_s=20e9,
-    memory_bytes=8e9,
+    peak_flops_per_s=4.11e11,
+    peak_bytes_per_s=1.75e11,
+    memory_bytes=2.53e10,
+    bytes_per_value=4,
+    fit=Fit(
+      gemm_compute=0.367,
+      gemm_memory=0.112,
+      gemm_launch_s=4.2e-06,
+      gemm_p=1.0,
+      gemm_throttle=0.0303,
+      elementwise_memory=0.497,
+      elementwise_launch_s=2.09e-06,
+      prefill_compute=0.837,
+      prefill_memory=0.398,
+      prefill_launch_s=1.16e-05,
+      prefill_p=1.18,
+      prefill_fill_rows=3450.0,
+      decode_memory=0.0839,
+      decode_launch_s=1.22e-05,
+      decode_pad_tokens=374.0,
+    ),
   ),
 }
 

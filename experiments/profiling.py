@@ -137,8 +137,8 @@ def fit_points(
   tp: int = 1,
   link: Link | None = None,
 ) -> Fitted:
-  """The latency model of steps that the engine pads."""
-  return fit_steps(_padded(points, padding), model, device, tp=tp, link=link)
+  """The latency model of steps that the engine pads, run one behind another (`time_steps`)."""
+  return fit_steps(_padded(points, padding), model, device, tp=tp, link=link, hides_host=True)
 
 
 def _padded(points: Sequence[Point], padding: Padding) -> list[tuple[StepCounts, float]]:
@@ -155,7 +155,7 @@ def predictions_s(
   tp: int = 1,
   link: Link | None = None,
 ) -> list[float]:
-  timings = [whole_step(model, tp, *step) for step in _padded(points, padding)]
+  timings = [whole_step(model, tp, *step, hides_host=True) for step in _padded(points, padding)]
   return predict(fit, timings, device, link).tolist()
 
 

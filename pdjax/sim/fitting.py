@@ -171,17 +171,25 @@ def fit_steps(
   *,
   tp: int = 1,
   link: Link | None = None,
+  hides_host: bool = False,
 ) -> Fitted:
-  """The same form from whole steps as they ran, host time included: some 45 are enough.
+  """The same form from whole steps as they ran: some 45 are enough. See `whole_step`.
 
   Raises:
     ValueError: no point, or several devices without a link.
   """
-  return fit([whole_step(model, tp, *point) for point in points], device, link=link)
+  steps = [whole_step(model, tp, *point, hides_host=hides_host) for point in points]
+  return fit(steps, device, link=link)
 
 
-def whole_step(model: ModelConfig, tp: int, counts: StepCounts, seconds: float) -> Timing:
-  """A step as it ran, from planning to results."""
+def whole_step(
+  model: ModelConfig, tp: int, counts: StepCounts, seconds: float, *, hides_host: bool = False
+) -> Timing:
+  """A step as it ran, from planning to results.
+
+  `hides_host`: without the host's time, which the step before it covered. Nothing but a prior
+  would tell it from what the weights take to read: both are the same in every step.
+  """
   active = {
     "attention_prefill": counts.num_prefill_tokens,
     "attention_decode": counts.num_decodes,
@@ -190,7 +198,9 @@ def whole_step(model: ModelConfig, tp: int, counts: StepCounts, seconds: float) 
   ops = [name for name in cost_rates(model) if active.get(name, counts.num_tokens)]
   if tp > 1:
     ops.append("all_reduce")
-  return Timing(model, tp, counts, (*ops, "host"), seconds)
+  if not hides_host:
+    ops.append("host")
+  return Timing(model, tp, counts, tuple(ops), seconds)
 
 
 def predict(

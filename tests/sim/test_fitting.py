@@ -169,6 +169,16 @@ def test_45_noisy_steps_are_enough_for_the_times_of_others():
   assert held_out.median < 3 and held_out.p95 < 8
 
 
+def test_steps_that_hide_the_host_say_what_reading_the_weights_takes():
+  """Also where that is far from what GPUs reach: a prior would give the rest to the host."""
+  slow = dataclasses.replace(TRUE, gemm_memory=0.12, host_s=0.0, host_row_s=0.0)
+  truth = Roofline(model=MODEL, device=dataclasses.replace(BARE, fit=slow))
+  points = [(counts, truth.terms_of(counts).total_s) for counts in STEPS]
+  found, errors = fit_steps(points, MODEL, BARE, hides_host=True)
+  assert (found.host_s, found.host_row_s) == (0.0, 0.0) and errors.p95 < 3
+  assert found.gemm_memory == pytest.approx(0.12, rel=0.05)
+
+
 def test_errors_are_percentiles_of_their_size():
   errors = Errors.of([1.1, 0.8, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0])
   assert errors.num_points == 4
