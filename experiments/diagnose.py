@@ -76,9 +76,7 @@ ASKED = 0.9
 DEFAULT = SchedulerOptions(token_budget=2048, reservation="chunk", watermark=0.0, steps_in_flight=1)
 DEFAULT_ROWS = 256
 """As vLLM schedules by default on most devices; `--set` changes both."""
-UNLIKE = (
-  0.2  # of the requests: where so many more or fewer fare well, a simulation is of another run
-)
+UNLIKE = 0.2  # of the requests: if so many more or fewer fare well, another run is simulated
 
 
 class Checked(NamedTuple):

@@ -259,16 +259,16 @@ def _simulated(
   experiment: Experiment, strategy: str, requests: Sequence[Request], calibration: Calibration
 ) -> EventLog:
   """Simulated again until it is known how long each pool is in steps beside another."""
-  config = experiment.config
+  config, specs = experiment.config, experiment.config.pools_of(strategy)
   shares: dict[str, float] = {}
   for _ in range(ROUNDS):
     steps = {
       spec.name: calibration.alone.towards(calibration.beside, shares.get(spec.name, 1.0))
-      for spec in config.pools_of(strategy)
+      for spec in specs
     }
     log = simulate(
       requests,
-      config.pools_of(strategy),
+      specs,
       config.scheduler,
       experiment.world.model,
       lambda spec, steps=steps: steps[spec.name],

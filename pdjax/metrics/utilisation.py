@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Iterator
 
@@ -175,21 +176,18 @@ def overlaps(log: Iterable[Event]) -> dict[str, float]:
     if isinstance(event, Step | Stroke):
       changes += [(event.start_s, 1, event.pool), (event.end_s, -1, event.pool)]
   in_steps: dict[str, int] = {}  # more than one in the stages of a pipeline
-  alone_s: dict[str, float] = {}
-  beside_s: dict[str, float] = {}
+  total_s: collections.Counter[str] = collections.Counter()
+  beside_s: collections.Counter[str] = collections.Counter()
   before_s = 0.0
   for time_s, change, pool in sorted(changes):
     busy = [name for name, number in in_steps.items() if number]
-    spent_s = beside_s if len(busy) > 1 else alone_s
     for name in busy:
-      spent_s[name] = spent_s.get(name, 0.0) + time_s - before_s
+      total_s[name] += time_s - before_s
+      if len(busy) > 1:
+        beside_s[name] += time_s - before_s
     in_steps[pool] = in_steps.get(pool, 0) + change
     before_s = time_s
-  shares = {}
-  for pool in in_steps:
-    beside, alone = beside_s.get(pool, 0.0), alone_s.get(pool, 0.0)
-    shares[pool] = beside / (beside + alone) if beside else 0.0
-  return shares
+  return {pool: beside_s[pool] / total_s[pool] if total_s[pool] else 0.0 for pool in in_steps}
 
 
 def prefix_hits(log: Iterable[Event]) -> tuple[int, int]:
