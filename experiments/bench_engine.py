@@ -43,6 +43,8 @@ from pdjax.serving.executor import Executor
 from pdjax.serving.inbox import Inbox
 from pdjax.serving.loop import serve
 from pdjax.serving.step_time import FittedStepTime
+from pdjax.sim.hardware import PCIE_4
+from pdjax.sim.sim_executor import SimExecutor
 
 PREFILL_TOKENS = 512
 DECODE_CONTEXT = 256
@@ -194,18 +196,17 @@ def weight_matmuls_s(
 # The engine ---------------------------------------------------------------------------------------
 
 
-class _NoDevice:
+class _NoDevice(SimExecutor):
   """Builds the arrays of every step as the engine does, and gives a token at once."""
-
-  vocab_size = page_shape = None
 
   def __init__(self, pages: PageConfig, buckets, vocab_size: int):
     from pdjax.engine.batch import RowState, step_inputs
 
+    super().__init__(step_s=lambda plan: 0.0, link=PCIE_4, bytes_per_token=0)
     self._rows = RowState(pages, vocab_size)
     self._step_inputs, self._buckets = step_inputs, buckets
 
-  def submit(self, plan: StepPlan, now_s: float):
+  def submit(self, plan: StepPlan, now_s: float, exports=()) -> Done:
     self._step_inputs(plan, self._buckets, self._rows)
     num_tokens = sum(s.emits_token for s in plan.prefills) + len(plan.decodes)
     return Done(StepResult(token_ids=(1,) * num_tokens))
