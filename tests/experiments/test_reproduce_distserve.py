@@ -88,12 +88,12 @@ def test_the_equations_are_figure_4():
 @pytest.mark.parametrize("stages", [1, 2])
 def test_the_serving_loop_is_the_queue_of_the_equations(stages):
   """Over the very same gaps, by Lindley's recursion; the equations are its mean without end."""
-  gaps = np.random.RandomState(0).gamma(1.0, 1.0, 401)[2:]
+  gaps = np.random.RandomState(0).gamma(1.0, 1.0, 400)[1:]
   wait_s, total_s = 0.0, 0.0
   for gap in gaps:
     wait_s = max(0.0, wait_s + 0.2 / stages - gap / 4)
     total_s += wait_s
-  loop_s = simulated_ttft_s(4.0, 0.2, stages, 400)
+  loop_s = simulated_ttft_s(arrivals_s(400, 4.0), 0.2, stages)
   assert loop_s == pytest.approx(0.2 + total_s / 400, rel=1e-6)
 
 
