@@ -268,8 +268,8 @@ def _notes(study: Study, bench: Bench, curves: Curves) -> list[str]:
       long = by_axis["rate"].crossing(90.0)
       short = curves[system, step_times, 1]["rate"].crossing(90.0)
       note = (
-        f"{OURS[system]} with {times} times as many requests: 90 % at {long} a second for each GPU; "
-        f"with as many as the paper's: {short}"
+        f"{OURS[system]} with {times} times as many requests: 90 % at {long} a second for each "
+        f"GPU; with as many as the paper's: {short}"
       )
       if short.value and long.x < 0.95 * short.x:
         note += ", so much of it is the end of the run before its queue has built up"
