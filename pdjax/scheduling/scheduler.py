@@ -780,7 +780,10 @@ class StepBuilder:
     """A token for every decoding sequence, in the order of their first tokens."""
     # A loop of its own, as it runs for every token that is generated: a tenth of what `advance`
     # takes.
-    step_id, left = self._step_id, self._tokens_left
+    step_id, most = self._step_id, self._tokens_left
+    if self._most_decodes is not None:  # of those that find room: others may wait for theirs
+      most = min(most, self._most_decodes)
+    left = most
     taken: list[Sequence] = []
     positions = self._decodes[-1]
     for seq in self._micro_batch():
@@ -800,7 +803,7 @@ class StepBuilder:
     request_ids += [seq.request_id for seq in taken]
     generations += [seq.generation for seq in taken]
     rows += [seq.row for seq in taken]
-    self._tokens_left = left
+    self._tokens_left -= most - left
 
   def prefill(self, max_tokens: int | None = None) -> None:
     """Chunks of the prompts in progress, in the order of their admission."""
@@ -914,10 +917,10 @@ class StepBuilder:
   # Inside
 
   def _micro_batch(self) -> list[Sequence]:
-    """The decodes of this step: all, or the share of one stage."""
+    """The decodes that may be in this step: all, or those in no other stage."""
     if self._most_decodes is None:
       return self.decoding
-    return [seq for seq in self.decoding if not _is_in_flight(seq)][: self._most_decodes]
+    return [seq for seq in self.decoding if not _is_in_flight(seq)]
 
   def _is_long(self, seq: Sequence) -> bool:
     longest = self._scheduler.config.long_prompt_tokens
