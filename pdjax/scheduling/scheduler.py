@@ -217,18 +217,24 @@ class Scheduler:
 
   # Requests in and out -------------------------------------------------------------------------
 
-  def refusal(self, request: Request, num_output_tokens: int = 0) -> str | None:
-    """Why `request` can never run here, or None; `num_output_tokens` are those it has already."""
-    decodes = self.config.decodes
+  def refusal(
+    self, request: Request, num_output_tokens: int = 0, config: SchedulerConfig | None = None
+  ) -> str | None:
+    """Why `request` can never run here, or None; `num_output_tokens` are those it has already.
+
+    Within the limits of `config`, which the pool may be about to have, or of those it has.
+    """
+    config = self.config if config is None else config
+    decodes = config.decodes
     need = request.max_cached_tokens if decodes else request.num_prompt_tokens + num_output_tokens
     capacity = self.pages.config.capacity_tokens
     if need > capacity:
       what = "prompt + max_tokens - 1" if decodes else "prompt"
       return f"{what} = {need} tokens, but the pool holds {capacity}"
-    if not self.config.chunk_prompts and need > self.config.token_budget:
+    if not config.chunk_prompts and need > config.token_budget:
       # After a preemption the generated tokens are prefill too, hence `need` and not the prompt.
       return (
-        f"{need} tokens never fit token_budget={self.config.token_budget} in one step, and "
+        f"{need} tokens never fit token_budget={config.token_budget} in one step, and "
         f"chunk_prompts is off"
       )
     return None
