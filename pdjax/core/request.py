@@ -108,8 +108,9 @@ class Request:
   equal tokens, in whichever request. Both are None where nothing is known of it.
 
   Raises:
-    ValueError: an empty prompt, or `prompt_ids` or `prefix_hashes` of another length than
-      `num_prompt_tokens`.
+    ValueError: an empty prompt, `prompt_ids` or `prefix_hashes` of another length than
+      `num_prompt_tokens`, or a time that is not finite: a loop would wait for it and for nothing
+      else.
   """
 
   request_id: int
@@ -150,10 +151,15 @@ class Request:
           f"num_prompt_tokens={self.num_prompt_tokens} are {num_blocks} blocks of "
           f"{self.prefix_block_tokens}"
         )
-    if not self.arrival_s >= 0:
-      raise ValueError(f"request {self.request_id}: arrival_s={self.arrival_s} must be 0 or later")
-    if self.timeout_s is not None and not self.timeout_s > 0:
-      raise ValueError(f"request {self.request_id}: timeout_s={self.timeout_s} must be positive")
+    if not 0 <= self.arrival_s < math.inf:
+      raise ValueError(
+        f"request {self.request_id}: arrival_s={self.arrival_s} must be 0 or later, and finite"
+      )
+    if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
+      raise ValueError(
+        f"request {self.request_id}: timeout_s={self.timeout_s} must be positive and finite, or "
+        f"None to wait for ever"
+      )
 
   @property
   def max_cached_tokens(self) -> int:

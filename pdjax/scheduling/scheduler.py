@@ -217,18 +217,24 @@ class Scheduler:
 
   # Requests in and out -------------------------------------------------------------------------
 
-  def refusal(self, request: Request, num_output_tokens: int = 0) -> str | None:
-    """Why `request` can never run here, or None; `num_output_tokens` are those it has already."""
-    decodes = self.config.decodes
+  def refusal(
+    self, request: Request, num_output_tokens: int = 0, config: SchedulerConfig | None = None
+  ) -> str | None:
+    """Why `request` can never run here, or None; `num_output_tokens` are those it has already.
+
+    Within the limits of `config`, which the pool may be about to have, or of those it has.
+    """
+    config = self.config if config is None else config
+    decodes = config.decodes
     need = request.max_cached_tokens if decodes else request.num_prompt_tokens + num_output_tokens
     capacity = self.pages.config.capacity_tokens
     if need > capacity:
       what = "prompt + max_tokens - 1" if decodes else "prompt"
       return f"{what} = {need} tokens, but the pool holds {capacity}"
-    if not self.config.chunk_prompts and need > self.config.token_budget:
+    if not config.chunk_prompts and need > config.token_budget:
       # After a preemption the generated tokens are prefill too, hence `need` and not the prompt.
       return (
-        f"{need} tokens never fit token_budget={self.config.token_budget} in one step, and "
+        f"{need} tokens never fit token_budget={config.token_budget} in one step, and "
         f"chunk_prompts is off"
       )
     return None
@@ -780,7 +786,10 @@ class StepBuilder:
     """A token for every decoding sequence, in the order of their first tokens."""
     # A loop of its own, as it runs for every token that is generated: a tenth of what `advance`
     # takes.
-    step_id, left = self._step_id, self._tokens_left
+    step_id, most = self._step_id, self._tokens_left
+    if self._most_decodes is not None:  # of those that find room: others may wait for theirs
+      most = min(most, self._most_decodes)
+    left = most
     taken: list[Sequence] = []
     positions = self._decodes[-1]
     for seq in self._micro_batch():
@@ -800,7 +809,7 @@ class StepBuilder:
     request_ids += [seq.request_id for seq in taken]
     generations += [seq.generation for seq in taken]
     rows += [seq.row for seq in taken]
-    self._tokens_left = left
+    self._tokens_left -= most - left
 
   def prefill(self, max_tokens: int | None = None) -> None:
     """Chunks of the prompts in progress, in the order of their admission."""
@@ -914,10 +923,10 @@ class StepBuilder:
   # Inside
 
   def _micro_batch(self) -> list[Sequence]:
-    """The decodes of this step: all, or the share of one stage."""
+    """The decodes that may be in this step: all, or those in no other stage."""
     if self._most_decodes is None:
       return self.decoding
-    return [seq for seq in self.decoding if not _is_in_flight(seq)][: self._most_decodes]
+    return [seq for seq in self.decoding if not _is_in_flight(seq)]
 
   def _is_long(self, seq: Sequence) -> bool:
     longest = self._scheduler.config.long_prompt_tokens

@@ -212,6 +212,9 @@ class Cluster:
       return "no decode pool is left"
     for pool in entry + decode:
       reason = pool.scheduler.refusal(request)
+      if reason is None and pool.next_role is not None:  # else it might never be drained
+        _, limits = pool.as_role(pool.next_role)
+        reason = pool.scheduler.refusal(request, config=limits)
       if reason is not None:
         return f"{pool.name}: {reason}"
     return None
@@ -268,6 +271,8 @@ class Cluster:
   def is_drained(self, pool: Pool) -> bool:
     """Whether nothing is left in the pool that its next role cannot go on with."""
     scheduler, role = pool.scheduler, pool.next_role
+    if role != "decode" and self._has_too_long(pool, role):
+      return False
     if role == "mixed":
       return True
     if role == "prefill":  # those it decodes are handed over
@@ -277,6 +282,20 @@ class Cluster:
     left = scheduler.running if pool.role == "prefill" else scheduler.prefilling
     has_prefills = any(plan.prefills for plan, *_ in pool.in_flight)
     return not (scheduler.waiting or scheduler.leaving or left or has_prefills)
+
+  def _has_too_long(self, pool: Pool, role: str) -> bool:
+    """Whether the pool has, or will have, a sequence that it could never compute in that role.
+
+    A role that takes prompts whole has a budget that they must fit.
+    """
+    scheduler = pool.scheduler
+    _, limits = pool.as_role(role)
+    staying = [*scheduler.waiting.values(), *scheduler.prefilling.values()]
+    staying += [seq for p in self.prefetches if p.target is pool for seq in p.seqs]
+    if role == "mixed":  # those that decode may have to be computed again
+      staying += scheduler.decoding.values()
+      staying += [t.seq for t in self.transfers if t.target is pool]
+    return any(scheduler.refusal(s.request, len(s.output_ids), limits) for s in staying)
 
   def _routing(self, seq: Sequence, now_s: float, entry: list[Pool], decode: list[Pool]) -> Routing:
     return Routing(

@@ -129,6 +129,7 @@ class _Loop:
           self._raise_if_stuck(tickets)
       elif until_s is None and not is_open:  # what runs still, nobody waits for
         leave_s = turn.now_s + self.grace_s if leave_s is None else leave_s
+        self._close_transfers(turn)  # of those that this turn's steps have failed
         if not tickets or turn.now_s >= leave_s:
           if turn.ended or turn.failed:
             yield turn

@@ -74,8 +74,13 @@ def make_request(**changes):
       {"prefix_hashes": (1, 1)},
       "request 3: prefix_hashes=(1, 1) goes with prefix_block_tokens=None: both or neither",
     ),
-    ({"arrival_s": -1.0}, "request 3: arrival_s=-1.0 must be 0 or later"),
-    ({"arrival_s": float("nan")}, "request 3: arrival_s=nan must be 0 or later"),
+    ({"arrival_s": -1.0}, "request 3: arrival_s=-1.0 must be 0 or later, and finite"),
+    ({"arrival_s": float("nan")}, "request 3: arrival_s=nan must be 0 or later, and finite"),
+    ({"arrival_s": float("inf")}, "request 3: arrival_s=inf must be 0 or later, and finite"),
+    (
+      {"timeout_s": float("inf")},
+      "request 3: timeout_s=inf must be positive and finite, or None to wait for ever",
+    ),
   ],
 )
 def test_a_request_that_is_none_is_refused_with_its_id(changes, message):

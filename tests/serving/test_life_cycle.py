@@ -341,6 +341,16 @@ def test_a_step_that_cannot_start_while_all_else_waits_for_room_is_no_stall():
 
 
 @pytest.mark.quick
+def test_what_was_reserved_for_the_last_request_comes_back_when_its_step_cannot_start():
+  """Its stream is opened for that very step, and there is no other turn."""
+  (request,) = make_requests(1, seed=58, prompt=(40, 40), output=(3, 3))
+  cluster = make_cluster(STREAMED, budget=8, layer_groups=((0, 1), (1, 2)))
+  make_faulty(cluster, donates=True).entry[0].executor.armed.add("submit")
+  log = run(cluster, [request])
+  assert ends_of(log) == {0: f"step failed: {Fault('submit')!r}"}
+
+
+@pytest.mark.quick
 def test_a_sequence_that_lost_its_row_in_one_pool_goes_on_at_once_in_another():
   """Step numbers are each pool's own."""
   one, other = (pool.scheduler for pool in make_cluster("chunked").entry)

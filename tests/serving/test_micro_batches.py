@@ -38,6 +38,15 @@ def test_no_sequence_decodes_in_two_steps_that_are_under_way(policy):
   assert tokens_of(log) == expected(requests) and most == STAGES
 
 
+@pytest.mark.parametrize("seed", [7, 19, 24])
+def test_one_that_waits_for_a_page_takes_no_share_from_the_one_that_will_give_it(seed):
+  requests = make_requests(3, seed=seed, rate_rps=1000, prompt=(5, 20), output=(10, 30))
+  pool = make_pool(
+    limits={"micro_batches": STAGES, "max_preemptions": 1}, **CUT | dict(num_pages=13)
+  )
+  assert tokens_of(run(Cluster([pool]), requests)) == expected(requests)
+
+
 def test_a_full_pipeline_has_no_bubbles():
   """As many tokens take as long as on one device of all its layers that runs the shares in turn."""
   requests = [

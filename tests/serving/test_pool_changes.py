@@ -1,5 +1,7 @@
 """Pools that are lost, come back, are gone for good, or take another role while they serve."""
 
+import dataclasses
+
 import pytest
 from serving.faults import make_faulty
 from virtual import expected, make_cluster, make_requests, run, tokens_of
@@ -9,6 +11,7 @@ from pdjax.core.costs import StepCounts
 from pdjax.core.events import Copied, EventLog, Failed, PoolChanged, Preempted, Step
 from pdjax.core.sequence import State
 from pdjax.scheduling.planner import SlackPlanner, make_planner
+from pdjax.scheduling.policies import make_policy
 from pdjax.serving.inbox import Inbox
 from pdjax.serving.loop import serve
 
@@ -249,6 +252,28 @@ def test_what_waits_in_a_pool_that_turns_to_decode_goes_to_others_at_once():
   log = run_changing(cluster, requests, (0.02, "prefill1", "decode"), each_turn=note)
   assert tokens_of(log) == expected(requests)
   assert num_waiting["prefill"] > 0 and num_waiting["decode"] == 0
+
+
+@pytest.mark.parametrize("role", ["prefill", "mixed"])
+def test_a_pool_has_done_what_it_could_not_do_in_its_next_role_before_it_takes_that(role):
+  """It will take prompts whole, and has some that are longer than its budget then."""
+  requests = make_requests(8, seed=2, rate_rps=1000, prompt=(40, 60), output=(4, 9))
+  late = dataclasses.replace(requests[0], request_id=8, arrival_s=0.05)
+  cluster = make_cluster("prefill:prefill_chunks,decode,mixed")
+  pool = cluster.pools[0 if role == "mixed" else -1]
+  config = dataclasses.replace(
+    pool.scheduler.config, token_budget=32, chunk_prompts=False, decodes=role == "mixed"
+  )
+  policy = "prefill_first" if role == "mixed" else "prefill_only"
+  pool.as_role = lambda role: (make_policy(policy), config)
+  if role == "mixed":  # somebody must prefill for the decode pool
+    cluster.pools[-1].role = "prefill"
+    cluster.pools[-1].scheduler.become(*cluster.pools[-1].as_role("prefill"))
+  log = run_changing(cluster, [*requests, late], (0.02, pool.name, role))
+  assert changes(log)[-1] == (pool.name, f"it is {role} now")
+  (failed,) = [e for e in log if isinstance(e, Failed)]
+  assert failed.request_id == 8 and "never fit token_budget=32 in one step" in failed.reason
+  assert {i: ids for i, ids in tokens_of(log).items() if i != 8} == expected(requests)
 
 
 def test_there_and_back_again():
