@@ -19,6 +19,7 @@ wrong input; 130: interrupted.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 from typing import NamedTuple
 
@@ -38,6 +39,7 @@ from experiments.searching.goals import Asked
 from experiments.sweep import Sweep, make_sweep
 from experiments.traffic import read_traffic
 from pdjax.analysis.targets import Attainment
+from pdjax.config import load_config
 
 
 class Prepared(NamedTuple):
@@ -89,7 +91,8 @@ def prepare() -> Prepared:
     **length,
   )
   goal = AdviceGoal(asked, num_devices=FLAGS.devices, quick=FLAGS.quick)
-  return Prepared(goal, out, make_sweep(jobs=FLAGS.jobs, ray=None))
+  begin = functools.partial(load_config, FLAGS.config)
+  return Prepared(goal, out, make_sweep(jobs=FLAGS.jobs, ray=None, begin=begin))
 
 
 def run(prepared: Prepared) -> int:

@@ -141,7 +141,10 @@ def main(prepare: Callable[[], T], run: Callable[[T], int]) -> None:
         if len(argv) > 1:
           raise ValueError(f"unexpected arguments {argv[1:]}; every option is --name=value")
         prepared = prepare()
-      except (ValueError, SourceError, ImportError, OSError) as error:
+      except OSError as error:  # its own text begins with a number
+        where = f"{error.filename}: {error.strerror}" if error.filename is not None else None
+        _refuse(where or str(error))
+      except (ValueError, SourceError, ImportError) as error:
         _refuse(str(error))
       status = run(prepared)
     except KeyboardInterrupt:

@@ -32,6 +32,7 @@ probe failed; 2: wrong input; 130: interrupted, with what was found until then.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 
 from absl import flags
@@ -55,7 +56,7 @@ from experiments.traffic import read_traffic
 from pdjax.analysis.placement import Nodes
 from pdjax.analysis.replan import Seen, seen_in
 from pdjax.analysis.targets import Attainment, Stalls, Target
-from pdjax.config import ExperimentConfig
+from pdjax.config import ExperimentConfig, load_config
 from pdjax.core.events import read_events
 from pdjax.core.names import pick
 
@@ -80,13 +81,17 @@ def prepare() -> Prepared:
   if FLAGS.jobs > 1 and FLAGS.ray is not None:
     raise ValueError(f"--jobs={FLAGS.jobs} and --ray={FLAGS.ray}: give one of them")
   link(FLAGS.node_link)
+  if FLAGS.pools is not None and name in ("placement", "replan"):
+    raise ValueError(f"--pools={FLAGS.pools}: pools are what --goal={name} searches; leave it out")
   out = out_folder("search").absolute()  # processes elsewhere read what replanning writes there
   changes = {} if FLAGS.strategies is None else {"strategies": _split(FLAGS.strategies)}
   if FLAGS.strategies is not None and FLAGS.pools is None:
     changes["pools"] = None
   config = _searchable(config_from_flags(backend="sim"), **changes)
   goal = _GOALS[name](config, out)
-  sweep = make_sweep(jobs=FLAGS.jobs, ray=FLAGS.ray)
+  sweep = make_sweep(
+    jobs=FLAGS.jobs, ray=FLAGS.ray, begin=functools.partial(load_config, FLAGS.config)
+  )
   return Prepared(name=name, goal=goal, config=config, out=out, sweep=sweep)
 
 

@@ -27,6 +27,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 MOST_ATTEMPTS = 3  # of an item whose worker is lost; more than that is the item's doing
 
 Work = Callable[[Any], Any]
+Begin = Callable[[], Any]  # picklable, as work is
 Todo = collections.deque  # of items; whoever iterates may append more
 
 
@@ -70,9 +71,9 @@ class Serial:
 class _Worker:
   """A process that does one item at a time."""
 
-  def __init__(self, context: multiprocessing.context.BaseContext):
+  def __init__(self, context: multiprocessing.context.BaseContext, begin: Begin | None):
     self.connection, theirs = context.Pipe()
-    self.process = context.Process(target=_work_on, args=(theirs,), daemon=True)
+    self.process = context.Process(target=_work_on, args=(theirs, begin), daemon=True)
     # Ctrl-C reaches all processes of a terminal. It is for the parent, which then ends this one;
     # what is ignored here is ignored there from the start.
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -86,7 +87,9 @@ class _Worker:
     self.process.join()
 
 
-def _work_on(connection: multiprocessing.connection.Connection) -> None:
+def _work_on(connection: multiprocessing.connection.Connection, begin: Begin | None) -> None:
+  if begin is not None:
+    begin()
   with contextlib.suppress(EOFError, BrokenPipeError):
     while True:
       work, item = connection.recv()
@@ -94,17 +97,19 @@ def _work_on(connection: multiprocessing.connection.Connection) -> None:
 
 
 class Processes:
-  """On so many processes of this machine. Owns them until it is closed.
+  """On so many processes of this machine, each of which calls `begin` first. Owns them until it is
+  closed.
 
   Raises:
     ValueError: no process.
   """
 
-  def __init__(self, jobs: int):
+  def __init__(self, jobs: int, begin: Begin | None = None):
     if jobs < 1:
       raise ValueError(f"jobs={jobs} must be at least 1")
     self._context = multiprocessing.get_context("spawn")
-    self._jobs, self._idle, self._busy = jobs, [], {}  # connection -> (worker, item)
+    self._jobs, self._begin_with = jobs, begin
+    self._idle, self._busy = [], {}  # connection -> (worker, item)
 
   def run(self, work: Work, todo: Todo) -> Iterator[tuple[Any, Any]]:
     attempts: collections.Counter[int] = collections.Counter()
@@ -136,7 +141,7 @@ class Processes:
       self._busy = {}
 
   def _begin(self, work: Work, item: Any) -> None:
-    worker = self._idle.pop() if self._idle else _Worker(self._context)
+    worker = self._idle.pop() if self._idle else _Worker(self._context, self._begin_with)
     self._busy[worker.connection] = worker, item
     with contextlib.suppress(BrokenPipeError):  # a lost process is found where its result is read
       worker.connection.send((work, item))
@@ -219,12 +224,15 @@ def _lost(exceptions: Any) -> tuple[type[Exception], ...]:
   )
 
 
-def make_sweep(*, jobs: int, ray: str | None) -> Sweep:
+def make_sweep(*, jobs: int, ray: str | None, begin: Begin | None = None) -> Sweep:
   """`ray` is the address of a cluster, or `local`; without it, `jobs` processes, 1 being this one.
+
+  `begin` makes other processes of this machine like this one, before they work: what a config file
+  has put into the tables of names is nowhere else. Nothing does so on a cluster.
 
   Raises:
     ImportError, ValueError: see `RayCluster` and `Processes`.
   """
   if ray is not None:
     return RayCluster(ray)
-  return Serial() if jobs == 1 else Processes(jobs)
+  return Serial() if jobs == 1 else Processes(jobs, begin)

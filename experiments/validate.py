@@ -276,6 +276,12 @@ def section_of(name: str, part: Part, data_dir: pathlib.Path, show: Show) -> Sec
 def prepare() -> Callable[[], int]:
   if FLAGS.requests is not None:
     return functools.partial(run_replay, check_replay())
+  for name in ("model", "hardware", "pools"):
+    if getattr(FLAGS, name) is not None:  # half an hour of something else than was asked for
+      raise ValueError(
+        f"--{name}={getattr(FLAGS, name)} is of a replay, whose --requests=FILE is missing; the "
+        f"suite has its own"
+      )
   return functools.partial(run_suite, check_suite())
 
 

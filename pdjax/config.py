@@ -10,6 +10,7 @@ import itertools
 import math
 import pathlib
 import re
+import sys
 import traceback
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -505,10 +506,12 @@ def load_config(path: str | pathlib.Path, overrides: Iterable[str] = ()) -> Expe
   path = pathlib.Path(path)
   if not path.is_file():
     raise ValueError(f"config file {path} does not exist")
-  spec = importlib.util.spec_from_file_location(path.stem, path)
+  # A name of its own, as that of the file alone may be of a module that others import.
+  spec = importlib.util.spec_from_file_location(f"config {path.absolute()}", path)
   if spec is None:
     raise ValueError(f"config file {path} is not a Python file (.py)")
   module = importlib.util.module_from_spec(spec)
+  sys.modules[spec.name] = module  # where dataclasses look for what their annotations name
   try:
     spec.loader.exec_module(module)
     get_config = getattr(module, "get_config", None)

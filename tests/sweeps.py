@@ -6,6 +6,16 @@ import os
 import pathlib
 import signal
 
+_known: set[int] = set()  # of this process
+
+
+def learn_7() -> None:
+  _known.add(7)
+
+
+def is_known(n: int) -> bool:
+  return n in _known
+
 
 def square(n: int) -> int:
   return n * n

@@ -1,6 +1,7 @@
 """Configs load from a file, change by typed assignments, and refuse what makes no sense."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -18,7 +19,7 @@ from pdjax.config import (
   override,
   parse_pools,
 )
-from pdjax.scheduling.policies import POLICIES
+from pdjax.scheduling.policies import POLICIES, make_policy
 from pdjax.workloads.lengths import Fixed, Uniform
 
 pytestmark = pytest.mark.quick
@@ -71,6 +72,32 @@ def test_a_file_that_is_no_config_is_named(tmp_path, text, message):
   with pytest.raises(ValueError, match=message) as error:
     load_config(path)
   assert str(path) in str(error.value)
+
+
+def test_a_file_may_have_a_policy_with_options(tmp_path, monkeypatch):
+  """A dataclass with annotations that are text: they are looked up in the module of the file."""
+  path = tmp_path / "json.py"  # not the module of that name
+  path.write_text(f"""
+from __future__ import annotations
+import dataclasses
+from pdjax.scheduling.policies import POLICIES, PolicySpec
+{FILE}
+Tokens = int
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Capped:
+  most: Tokens = 64
+
+  def __call__(self, step):
+    step.tokens_left = min(step.tokens_left, self.most)
+    step.admit()
+
+POLICIES["capped"] = PolicySpec(policy=Capped, chunks=True, mixes=True)
+""")
+  monkeypatch.setitem(POLICIES, "capped", None)  # and taken away again
+  config = load_config(path, ["scheduler.options=capped.most=8"])
+  assert make_policy("capped", config.scheduler.options_of("capped")).most == 8
+  assert json.loads("1") == 1
 
 
 def test_a_file_of_another_kind_is_named(tmp_path):

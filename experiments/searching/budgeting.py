@@ -24,6 +24,7 @@ from experiments.searching.probe import unloaded
 from experiments.traffic import read_traffic
 from pdjax.analysis.targets import Stalls
 from pdjax.core.costs import count_slices
+from pdjax.scheduling.policies import POLICIES
 
 TILE = 128  # of the matrix kernels, in tokens: a token more costs as much as a tile more
 MULTIPLES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -55,6 +56,11 @@ class BudgetGoal:
     specs = [spec for spec in config.pools_of(strategy) if spec.role == "mixed"]
     if not specs:
       raise ValueError(f"{strategy} has no mixed pool, whose budget could be chosen")
+    policy = config.scheduler.policy or specs[0].policy
+    if not POLICIES[policy].chunks:
+      raise ValueError(
+        f"--goal=budget is of policies that cut prompts; {strategy} ({policy}) takes them whole"
+      )
     predict_step_s, num_rows = world.step_time(specs[0].group), world.pages.num_rows
     pairs = read_traffic(config.workload).sample(config.workload.seed)
     prompt, output = np.percentile(pairs, 90, axis=0)

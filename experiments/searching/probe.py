@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from configs.hardware import HARDWARE, link
+from configs.latency import LATENCY
 from configs.models import MODELS
 from experiments.program import ROOT
 from experiments.serving import Experiment, log_of, unserved
@@ -21,6 +22,9 @@ from pdjax.config import ExperimentConfig
 from pdjax.core.names import pick
 from pdjax.core.plain import to_plain
 from pdjax.metrics.latency import RequestRecord, request_records
+from pdjax.scheduling.planner import PLANNERS
+from pdjax.scheduling.policies import POLICIES
+from pdjax.scheduling.routing import ROUTERS
 from pdjax.workloads.traces import read_trace
 
 # The code that an outcome depends on.
@@ -96,7 +100,28 @@ def meanings(config: ExperimentConfig) -> dict[str, Any]:
       to_plain(link(name or config.link)) for name in (config.link, config.tp_link, config.pp_link)
     ],
     "trace": None if trace is None else _digest(trace),
+    "code_of_names": _code_of_names(config),
   }
+
+
+def _code_of_names(config: ExperimentConfig) -> list[str]:
+  """Digests of files beyond `_CODE` that say what policies and such do: a config file, perhaps."""
+  options, policies = config.scheduler, {spec.policy for spec in pools_of(config)}
+  entries = [
+    *(POLICIES[name].policy for name in policies | {options.policy} - {None}),
+    ROUTERS[options.router],
+    *([] if options.planner is None else [PLANNERS[options.planner]]),
+    LATENCY[config.latency],
+  ]
+  entries = [entry.func if isinstance(entry, functools.partial) else entry for entry in entries]
+  codes = [getattr(entry, "__code__", None) or entry.__call__.__code__ for entry in entries]
+  files = {pathlib.Path(code.co_filename).absolute() for code in codes}
+  known = [ROOT / name for name in _CODE]
+  return sorted(
+    _digest(file)
+    for file in files
+    if file.is_file() and not any(file.is_relative_to(path) for path in known)
+  )
 
 
 def key_of(parts: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pathlib
 import sys
 
 import pytest
@@ -130,6 +131,11 @@ def test_refused_input_ends_with_one_message_and_status_2(monkeypatch, capsys, e
   status, out, err = end_of(monkeypatch, capsys, raising(error), run=lambda _: pytest.fail("ran"))
   assert (status, out) == (2, "")
   assert err == f"error: {error}\n"
+
+
+def test_a_file_that_is_not_there_is_named_without_the_number_of_the_error(monkeypatch, capsys):
+  status, _, err = end_of(monkeypatch, capsys, pathlib.Path("none.toml").read_text)
+  assert (status, err) == (2, "error: none.toml: No such file or directory\n")
 
 
 def test_a_fault_in_the_work_itself_is_not_taken_for_wrong_input(monkeypatch):

@@ -51,6 +51,7 @@ from pdjax.core.costs import StepCounts, count_slices
 from pdjax.core.device_group import split_layers
 from pdjax.core.events import EventLog
 from pdjax.metrics.latency import request_records
+from pdjax.scheduling.policies import POLICIES
 from pdjax.workloads import lengths as lengths_module
 from pdjax.workloads.lengths import Fixed
 
@@ -275,6 +276,27 @@ def test_the_key_of_a_probe_is_of_all_that_it_depends_on(tmp_path, monkeypatch):
     assert a_probe().key() != key, "the link behind the name changed"
   monkeypatch.setattr(probe_module, "code_version", lambda: "other code")
   assert a_probe().key() != key
+
+
+def test_the_key_of_a_probe_is_of_a_policy_that_stands_in_a_config_file(tmp_path, monkeypatch):
+  path = tmp_path / "mine.py"
+  keys = set()
+  for budget in (64, 96):
+    path.write_text(f"""
+from configs.llama3_8b_a100 import get_config
+from pdjax.scheduling.policies import POLICIES, PolicySpec
+
+def mine(step):
+  step.tokens_left = {budget}
+  step.admit()
+
+POLICIES["mine"] = PolicySpec(policy=mine, chunks=True, mixes=True)
+""")
+    monkeypatch.setitem(POLICIES, "mine", None)  # and taken away again
+    load_config(path)
+    scheduler = dataclasses.replace(a_probe().config.scheduler, policy="mine")
+    keys.add(a_probe(scheduler=scheduler).key())
+  assert len(keys | {a_probe().key()}) == 3
 
 
 def test_the_code_that_a_probe_depends_on_has_its_latency_models_and_their_tables(

@@ -82,6 +82,12 @@ def test_a_sweep_that_is_left_early_leaves_no_process():
   assert set(multiprocessing.active_children()) <= others
 
 
+def test_processes_begin_as_they_are_told():
+  with contextlib.closing(make_sweep(jobs=2, ray=None, begin=sweeps.learn_7)) as sweep:
+    assert run(sweep, sweeps.is_known, [7, 8]) == {7: True, 8: False}
+  assert not sweeps.is_known(7)
+
+
 def test_a_sweep_has_a_process():
   with pytest.raises(ValueError, match="jobs=0"):
     make_sweep(jobs=0, ray=None)

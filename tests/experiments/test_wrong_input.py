@@ -83,6 +83,21 @@ CASES = {
     ],
     ["--ttft_slo_s=0.0 must be positive"],
   ),
+  "a replay of nothing": (
+    "validate",
+    ["--model=llama3-8b", "--hardware=a100"],
+    ["--model=llama3-8b", "--requests=FILE is missing"],
+  ),
+  "pools for a search of pools": (
+    "search",
+    ["--goal=placement", "--pools=2xmixed"],
+    ["--pools=2xmixed", "--goal=placement", "leave it out"],
+  ),
+  "budgets of whole prompts": (
+    "search",
+    ["--goal=budget", "--strategies=continuous"],
+    ["continuous", "prefill_first", "takes them whole"],
+  ),
   "no such figure": (
     "reproduce",
     ["--figure=distserve/fig88"],
