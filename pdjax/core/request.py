@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 
 MAX_LOGPROBS = 20  # a step gives so many likeliest ids of each row that asks; a static shape
 MAX_HELD_STOP_IDS = 8  # stop ids of a row that a step can mask before `min_tokens`; likewise
@@ -29,7 +30,8 @@ class SamplingParams:
   OpenAI give them: 0 for those of the chosen tokens, n also for the n likeliest at each place.
 
   Raises:
-    ValueError: a value outside its range, with the value.
+    ValueError: a value outside its range or of another type, with the value: in a step it would
+      fail all that are in it.
   """
 
   max_tokens: int
@@ -46,6 +48,15 @@ class SamplingParams:
   logprobs: int | None = None
 
   def __post_init__(self):
+    for name in ("max_tokens", "min_tokens", "top_k", "seed", "logprobs"):
+      value = getattr(self, name)
+      if value is None and name not in ("max_tokens", "min_tokens"):
+        continue
+      if not isinstance(value, numbers.Integral):
+        raise ValueError(f"{name}={value!r} must be a whole number")
+    ids = self.stop_ids
+    if not isinstance(ids, tuple) or not all(isinstance(i, numbers.Integral) for i in ids):
+      raise ValueError(f"stop_ids={ids!r} must be a tuple of token ids")
     if self.max_tokens < 1:
       raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
     if not 0 <= self.min_tokens <= self.max_tokens:

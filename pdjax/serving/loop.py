@@ -468,14 +468,16 @@ class _Loop:
           plan_at_s = at_s if plan_at_s is None else min(at_s, plan_at_s)
           break
         plan = pool.scheduler.next_step(start_s)
+        lost_rows = pool.scheduler.unreported_preemptions if plan is None else plan.preempted
+        pool.scheduler.unreported_preemptions = []
         if pool.role == "decode":
           preempted = [s for s in pool.scheduler.waiting.values() if s.state is State.PREEMPTED]
           self._recompute(pool, pool.scheduler.withdraw(preempted), turn)
           has_moved |= bool(preempted)
+        for request_id in lost_rows if pool.role != "decode" else ():
+          self.log.append(Preempted(time_s=now_s, request_id=request_id, pool=pool.name))
         if plan is None:
           break
-        for request_id in plan.preempted if pool.role != "decode" else ():
-          self.log.append(Preempted(time_s=now_s, request_id=request_id, pool=pool.name))
         num_steps = self._num_steps(pool, plan)
         if num_steps > 1:
           ticket = pool.executor.submit_stroke(plan, now_s, num_steps, self.inbox.next_s())

@@ -1,5 +1,6 @@
 """Requests refuse what can never be served; sequences count tokens and know no phase."""
 
+import numpy as np
 import pytest
 
 from pdjax.core.plan import TokenLogprobs
@@ -31,6 +32,13 @@ pytestmark = pytest.mark.quick
     ),
     ("stop", "abc", "stop='abc' must be a tuple of strings, none of them empty"),
     ("stop", ("a", ""), "stop=('a', '') must be a tuple of strings, none of them empty"),
+    ("max_tokens", 8.0, "max_tokens=8.0 must be a whole number"),
+    ("max_tokens", None, "max_tokens=None must be a whole number"),
+    ("seed", 0.5, "seed=0.5 must be a whole number"),
+    ("logprobs", 1.0, "logprobs=1.0 must be a whole number"),
+    ("stop_ids", [3], "stop_ids=[3] must be a tuple of token ids"),
+    ("stop_ids", 3, "stop_ids=3 must be a tuple of token ids"),
+    ("stop_ids", ("</s>",), "stop_ids=('</s>',) must be a tuple of token ids"),
     ("logprobs", -1, "logprobs=-1 must be in [0, 20], or None for none at all"),
     ("logprobs", 21, "logprobs=21 must be in [0, 20], or None for none at all"),
   ],
@@ -39,6 +47,11 @@ def test_sampling_outside_its_range_is_refused_with_the_value(field, value, mess
   with pytest.raises(ValueError) as error:
     SamplingParams(**{"max_tokens": 1, field: value})
   assert str(error.value) == message
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers():
+  params = SamplingParams(max_tokens=np.int64(3), seed=np.uint32(7), stop_ids=(np.int32(2),))
+  assert params == SamplingParams(max_tokens=3, seed=7, stop_ids=(2,))
 
 
 def test_more_stop_ids_than_a_step_can_hold_back_are_refused_only_with_min_tokens():

@@ -10,6 +10,7 @@ from pdjax.core.clock import VirtualClock
 from pdjax.core.costs import StepCounts
 from pdjax.core.events import Copied, EventLog, Failed, PoolChanged, Preempted, Step
 from pdjax.core.sequence import State
+from pdjax.scheduling.hand_off import HandOff
 from pdjax.scheduling.planner import SlackPlanner, make_planner
 from pdjax.scheduling.policies import make_policy
 from pdjax.serving.inbox import Inbox
@@ -274,6 +275,26 @@ def test_a_pool_has_done_what_it_could_not_do_in_its_next_role_before_it_takes_t
   (failed,) = [e for e in log if isinstance(e, Failed)]
   assert failed.request_id == 8 and "never fit token_budget=32 in one step" in failed.reason
   assert {i: ids for i, ids in tokens_of(log).items() if i != 8} == expected(requests)
+
+
+@pytest.mark.parametrize("seed", [15, 16, 29])
+def test_a_preemption_is_told_once_also_of_a_step_that_came_to_nothing(seed):
+  """With a step in flight a victim's pages are busy yet, and its pool may be another by then."""
+  requests = make_requests(12, seed=seed, rate_rps=300, prompt=(5, 16), output=(8, 20))
+  cluster = make_cluster(
+    "prefill,2xdecode", num_pages=12, pages_per_row=10, num_rows=3,
+    hand_off=HandOff(reservation="prompt"),
+  )  # fmt: skip
+  asked = [(0.02 * i, f"decode{i % 2}", ("mixed", "decode")[i // 2 % 2]) for i in range(30)]
+  seqs = {}
+
+  def note(turn):
+    for pool in cluster.pools:
+      seqs.update(pool.scheduler.waiting | pool.scheduler.running)
+
+  log = run_changing(cluster, requests, *asked, each_turn=note, steps_in_flight=2)
+  told = [e.request_id for e in log if isinstance(e, Preempted)]
+  assert told and all(told.count(i) == seq.num_preemptions for i, seq in seqs.items())
 
 
 def test_there_and_back_again():
