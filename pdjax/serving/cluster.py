@@ -240,11 +240,14 @@ class Cluster:
   def route_again(self, seq: Sequence, now_s: float) -> Pool | None:
     """Where a sequence that was let in long ago is prefilled again: nobody rejects it now.
 
-    None: no pool is left.
+    Where it fits, if it fits anywhere; None: no pool is left.
     """
     entry = self.entry
     if not entry:
       return None
+    num_output_tokens = len(seq.output_ids)
+    fit = [p for p in entry if p.scheduler.refusal(seq.request, num_output_tokens) is None]
+    entry = fit or entry
     return entry[least_loaded(self._routing(seq, now_s, entry, self.decode))]
 
   def why_not(self, pool: Pool, role: str) -> str | None:

@@ -438,6 +438,19 @@ def test_what_cannot_be_computed_again_ends_with_the_reason():
   assert_others_are_right(log, requests, {e.request_id for e in log if isinstance(e, Failed)})
 
 
+@pytest.mark.quick
+def test_what_fits_only_some_pools_is_computed_again_in_one_of_those():
+  requests = make_requests(8, seed=33, rate_rps=2000, prompt=(24, 24), output=(9, 9))
+  cluster = make_faulty(make_cluster("2xprefill,1xdecode", num_rows=6), donates=True)
+  prefill = cluster.entry[0].scheduler
+  prefill.config = dataclasses.replace(prefill.config, token_budget=24)
+  log = run(cluster, requests, each_turn=break_copies_once_some_decode(cluster))
+  failed = {e.request_id for e in log if isinstance(e, Failed)}
+  lost = {e.request_id for e in log if isinstance(e, Preempted) and e.pool == "decode0"}
+  assert len(failed) == 1 and len(lost - failed) > 2
+  assert_others_are_right(log, requests, failed)
+
+
 # Waits that do not end --------------------------------------------------------------------------
 
 
