@@ -30,6 +30,8 @@ pytestmark = pytest.mark.quick
       "repetition_penalty=inf must be positive, 1 for no penalty",
     ),
     ("stop", "abc", "stop='abc' must be a tuple of strings, none of them empty"),
+    ("seed", "a", "seed='a' must be a whole number, or None for one of its own"),
+    ("seed", 1.5, "seed=1.5 must be a whole number, or None for one of its own"),
     ("stop", ("a", ""), "stop=('a', '') must be a tuple of strings, none of them empty"),
     ("logprobs", -1, "logprobs=-1 must be in [0, 20], or None for none at all"),
     ("logprobs", 21, "logprobs=21 must be in [0, 20], or None for none at all"),
