@@ -83,6 +83,8 @@ def read_requests(path: pathlib.Path) -> tuple[Request, ...]:
   for number, row in enumerate(rows):
     try:
       ids = tuple(row["prompt_ids"])
+      if not all(type(token_id) is int for token_id in ids):
+        raise ValueError("prompt_ids are not all whole numbers")
       requests.append(
         Request(
           request_id=row["id"],
