@@ -89,6 +89,21 @@ CASES = {
     ["--model=llama3-8b", "--hardware=a100"],
     ["--model=llama3-8b", "--requests=FILE is missing"],
   ),
+  "a budget below the rows": (
+    "bench_engine",
+    ["--model=tiny", "--token_budget=1"],
+    ["--token_budget=1 cannot hold a decode of --num_rows=16"],
+  ),
+  "no such policy to measure": (
+    "bench_simulator",
+    ["--requests=long.csv", "--policy=saratih"],
+    ["unknown policy 'saratih'", "did you mean sarathi"],
+  ),
+  "half of a policy to measure": (
+    "bench_simulator",
+    ["--requests=long.csv", "--policy=prefill_only"],
+    ["prefill_only", "half of a request"],
+  ),
   "a search on the engine": (
     "search",
     ["--goal=capacity", "--model=tiny", "--backend=jax"],
