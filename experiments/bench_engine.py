@@ -69,7 +69,7 @@ class Bench:
 # Input --------------------------------------------------------------------------------------------
 
 
-def read_requests(path: pathlib.Path) -> tuple[Request, ...]:
+def read_requests(path: pathlib.Path, vocab_size: int) -> tuple[Request, ...]:
   """Reads a file of requests; greedy, exactly `output_len` tokens each.
 
   Raises:
@@ -83,6 +83,8 @@ def read_requests(path: pathlib.Path) -> tuple[Request, ...]:
   for number, row in enumerate(rows):
     try:
       ids = tuple(row["prompt_ids"])
+      if not all(type(token_id) is int and 0 <= token_id < vocab_size for token_id in ids):
+        raise ValueError(f"prompt_ids are not all whole numbers from 0 to {vocab_size - 1}")
       requests.append(
         Request(
           request_id=row["id"],
@@ -351,13 +353,20 @@ def prepare() -> Bench:
   for name in ("token_budget", "num_rows"):
     if getattr(FLAGS, name) < 1:
       raise ValueError(f"--{name}={getattr(FLAGS, name)} must be at least 1")
+  if FLAGS.token_budget < FLAGS.num_rows:
+    raise ValueError(
+      f"--token_budget={FLAGS.token_budget} cannot hold a decode of --num_rows={FLAGS.num_rows}"
+    )
   path = resolve(FLAGS.model, show=print)
   if FLAGS.requests is None:
     from pdjax.tokenizer import load_tokenizer
 
     requests, source = own_requests(load_tokenizer(path)), "24 prompts made here"
   else:
-    requests, source = read_requests(pathlib.Path(FLAGS.requests)), FLAGS.requests
+    from pdjax.models.checkpoints.checkpoint import open_checkpoint
+
+    vocab_size = open_checkpoint(path).config.vocab_size
+    requests, source = read_requests(pathlib.Path(FLAGS.requests), vocab_size), FLAGS.requests
   if FLAGS.arrivals == "all_at_once":
     requests = tuple(dataclasses.replace(r, arrival_s=0.0) for r in requests)
   return Bench(

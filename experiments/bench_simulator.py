@@ -32,9 +32,11 @@ from pdjax.config import SchedulerOptions, parse_pools
 from pdjax.core.events import Step, Stroke
 from pdjax.core.names import pick
 from pdjax.core.request import Request, SamplingParams
+from pdjax.deployment import make_cluster
 from pdjax.metrics.goodput import summary
 from pdjax.metrics.latency import Summary, percentiles, request_records
 from pdjax.scheduling.pages import PageConfig
+from pdjax.serving.executor import Nowhere
 from pdjax.sim.roofline import Roofline, num_pages
 from pdjax.workloads import make_requests
 from pdjax.workloads.traces import TraceRow, read_trace
@@ -74,13 +76,18 @@ def prepare() -> Checked:
     pages_per_row=-(-longest // PAGE_SIZE),
     num_pages=num_pages(model=model, device=device, page_size=PAGE_SIZE),
   )
+  options = SchedulerOptions(
+    policy=FLAGS.policy, token_budget=FLAGS.token_budget, steps_in_flight=1
+  )
+  # Whether such a pool can be, as `simulate` will make one.
+  make_cluster(parse_pools("mixed"), options, lambda group: pages, lambda group: Nowhere())
   return Checked(
     trace.rows,
     _peer(FLAGS.requests),
     scales,
     Roofline(model=model, device=device),
     pages,
-    SchedulerOptions(policy=FLAGS.policy, token_budget=FLAGS.token_budget, steps_in_flight=1),
+    options,
     out_folder("bench_simulator"),
   )
 

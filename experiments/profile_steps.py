@@ -57,7 +57,7 @@ class Checked(NamedTuple):
 
 def prepare() -> Checked:
   out = out_folder("profile_steps")
-  for name in ("tp", "num_rows", "max_len", "token_budget"):
+  for name in ("tp", "num_rows", "max_len", "page_size", "token_budget"):
     if getattr(FLAGS, name) < 1:
       raise ValueError(f"--{name}={getattr(FLAGS, name)} must be at least 1")
   if FLAGS.token_budget < FLAGS.num_rows:
@@ -74,7 +74,14 @@ def prepare() -> Checked:
     num_pages=per_row * FLAGS.num_rows,
     contiguous=FLAGS.layout == "slots",
   )
-  return Checked(resolve(FLAGS.model, show=print), device, FLAGS.tp, pages, FLAGS.token_budget, out)
+  path = resolve(FLAGS.model, show=print)
+  if FLAGS.tp > 1:
+    from pdjax.engine.mesh import ensure_devices
+    from pdjax.models.checkpoints.checkpoint import open_checkpoint
+
+    open_checkpoint(path).config.check_split(FLAGS.tp)
+    ensure_devices(FLAGS.tp)
+  return Checked(path, device, FLAGS.tp, pages, FLAGS.token_budget, out)
 
 
 class Timed(NamedTuple):

@@ -76,6 +76,8 @@ class Prepared:
 
 def prepare() -> Prepared:
   name = pick({goal: goal for goal in GOALS}, FLAGS.goal, "goal")
+  if FLAGS.backend not in (None, "sim"):
+    raise ValueError(f"--backend={FLAGS.backend}: searches simulate; leave it out")
   if FLAGS.jobs < 1:
     raise ValueError(f"--jobs={FLAGS.jobs} must be at least 1")
   if FLAGS.jobs > 1 and FLAGS.ray is not None:

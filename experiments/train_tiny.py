@@ -297,6 +297,8 @@ def prepare() -> Job:
     export=pathlib.Path(FLAGS.export or out / "model"),
     topics=topics,
   )
+  if job.export.exists() and not job.export.is_dir():  # now, not after ten minutes
+    raise ValueError(f"--export={job.export} is a file; give a folder")
   path = out / "settings.json"
   if path.exists():
     earlier = json.loads(path.read_text())

@@ -259,7 +259,7 @@ class LLM:
 
     Raises:
       ValueError: a prompt that is empty, too long or not in the vocabulary; nothing has run.
-      TypeError: a prompt of another type.
+      TypeError: a prompt or params of another type.
     """
     with self._call(prompts, params, arrivals_s, timeout_s) as call:
       while call.step():
@@ -348,6 +348,8 @@ class LLM:
       raise RuntimeError("this LLM is closed")
     ids = self._all_ids(prompts)
     each = [params] * len(ids) if isinstance(params, SamplingParams) else list(params)
+    if wrong := [own for own in each if not isinstance(own, SamplingParams)]:
+      raise TypeError(f"params are {wrong[0]!r}, not pdjax.SamplingParams or a list of them")
     offsets_s = [0.0] * len(ids) if arrivals_s is None else list(arrivals_s)
     for name, values in (("params", each), ("arrivals_s", offsets_s)):
       if len(values) != len(ids):

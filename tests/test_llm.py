@@ -393,6 +393,7 @@ def test_a_request_that_fails_does_not_take_the_others_along(chunked, monkeypatc
     ([[1, 2], [3, -1]], GREEDY, ValueError, "prompt 1: token id -1 is outside the vocabulary"),
     ([9_999], GREEDY, ValueError, "prompt 0: token id 9999 is outside the vocabulary"),
     ([["a", 1]], GREEDY, TypeError, "prompt 0 is neither text, nor token ids, nor chat"),
+    (["a"], {"max_tokens": 3}, TypeError, "params are .max_tokens., not pdjax.SamplingParams"),
     (["a", "b"], [GREEDY], ValueError, "1 params for 2 prompts"),
     ([{"role": "user"}], GREEDY, ValueError, "message 0: content=None"),
   ],

@@ -137,7 +137,8 @@ def read_hosts(path: pathlib.Path) -> tuple[Hosts, str]:
 
   Raises:
     OSError: either cannot be read.
-    ValueError: it says something else than the head of this module, or others can read the secret.
+    ValueError: it says something else than the head of this module, there is no secret, or others
+      can read it.
   """
   try:
     hosts = from_plain(Hosts, tomllib.loads(path.read_text()))
@@ -145,7 +146,13 @@ def read_hosts(path: pathlib.Path) -> tuple[Hosts, str]:
     raise ValueError(
       f"{path} is no start-up file as pdjax/remote/hosts.py says: {error}"
     ) from error
-  return hosts, read_secret(path.parent / hosts.secret_file)
+  secret_file = path.parent / hosts.secret_file
+  if not secret_file.exists():
+    raise ValueError(
+      f"{path}: its secret_file {secret_file} is not there; write a secret of "
+      f"{MIN_SECRET_CHARACTERS} or more characters to it (chmod 600), the same on every host"
+    )
+  return hosts, read_secret(secret_file)
 
 
 class HostProcesses:

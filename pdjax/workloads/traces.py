@@ -147,8 +147,13 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     ValueError: a file that cannot be read, is of no known kind, or has no rows; a value that is
       missing, no number or out of range; an arrival before the one above it. Names file and line.
   """
+  if not os.fspath(path):
+    raise ValueError("the trace has no name: --trace= is empty")
   lines = _lines(path)
-  is_json = next((line for line in lines if line.strip()), "").lstrip().startswith("{")
+  first = next((line for line in lines if line.strip()), "").lstrip()
+  if first.startswith("["):
+    raise ValueError(f"{path}:1: a JSON list; in a trace each line is a JSON object of its own")
+  is_json = first.startswith("{")
   try:
     kind, rows = _json_rows(lines) if is_json else _csv_rows(lines)
   except ValueError as error:  # begins with the line

@@ -128,10 +128,19 @@ def test_the_program_writes_a_fit_of_this_machine(tmp_path):
 
 
 @pytest.mark.quick
-def test_a_budget_below_the_rows_is_refused(tmp_path):
-  command = [sys.executable, "-m", "experiments.profile_steps", "--token_budget=4"]
+@pytest.mark.parametrize(
+  ("flag", "message"),
+  [
+    ("--token_budget=4", "--token_budget=4 cannot hold"),
+    ("--page_size=0", "--page_size=0 must be at least 1"),
+    ("--tp=3", "num_heads=8 is no multiple of the 3 devices"),
+    ("--tp=8192", "no multiple of the 8192 devices"),
+  ],
+)
+def test_what_cannot_be_timed_is_refused(flag, message):
+  command = [sys.executable, "-m", "experiments.profile_steps", "--model=tiny", flag]
   done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
-  assert done.returncode == 2 and "--token_budget=4 cannot hold" in done.stderr
+  assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 
 def test_what_a_device_reaches_is_a_copy_over_its_memory_and_no_page_faults():

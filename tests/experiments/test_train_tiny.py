@@ -125,6 +125,7 @@ def test_losses_fall_and_all_are_kept(trainer):
   [
     (("--seed=1", "--rows=16"), ["seed=1 instead of 0", "rows=16 instead of 8", "cannot go on"]),
     (("--out={out}/settings.json",), ["settings.json is a file"]),
+    (("--export={out}/settings.json",), ["--export", "settings.json is a file"]),
   ],
 )
 def test_wrong_flags_give_one_message_and_change_nothing(straight, start, flags, parts):

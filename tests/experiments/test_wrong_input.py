@@ -52,6 +52,7 @@ FILES = {
   "garbage.gguf": "this is no model",
   "a_file": "",
   "hosts.toml": 'secret_file = "a_file"\n[[hosts]]\naddress = "10.0.0.1:7001"\n',
+  "hosts_without_secret.toml": 'secret_file = "secret"\n[[hosts]]\naddress = "10.0.0.1:7001"\n',
   "hosts_without_port.toml": 'secret_file = "a_file"\n[[hosts]]\naddress = "10.0.0.1"\n',
 }
 
@@ -87,6 +88,26 @@ CASES = {
     "validate",
     ["--model=llama3-8b", "--hardware=a100"],
     ["--model=llama3-8b", "--requests=FILE is missing"],
+  ),
+  "a budget below the rows": (
+    "bench_engine",
+    ["--model=tiny", "--token_budget=1"],
+    ["--token_budget=1 cannot hold a decode of --num_rows=16"],
+  ),
+  "no such policy to measure": (
+    "bench_simulator",
+    ["--requests=long.csv", "--policy=saratih"],
+    ["unknown policy 'saratih'", "did you mean sarathi"],
+  ),
+  "half of a policy to measure": (
+    "bench_simulator",
+    ["--requests=long.csv", "--policy=prefill_only"],
+    ["prefill_only", "half of a request"],
+  ),
+  "a search on the engine": (
+    "search",
+    ["--goal=capacity", "--model=tiny", "--backend=jax"],
+    ["--backend=jax", "searches simulate"],
   ),
   "pools for a search of pools": (
     "search",
@@ -203,6 +224,11 @@ CASES = {
     ["--model=tiny", "--hosts=hosts_without_port.toml"],
     ["'10.0.0.1' must be HOST:PORT"],
   ),
+  "a secret that was never made": (
+    "compare",
+    ["--model=tiny", "--hosts=hosts_without_secret.toml"],
+    ["hosts_without_secret.toml", "secret_file secret is not there", "chmod 600"],
+  ),
   "a secret that is none": (
     "compare",
     ["--model=tiny", "--hosts=hosts.toml"],
@@ -233,6 +259,7 @@ CASES = {
     ["--set", "sampling.temperature=-1"],
     ["sampling.temperature=-1.0", "positive"],
   ),
+  "trace without a name": ("compare", ["--trace="], ["--trace= is empty"]),
   "trace missing": ("compare", ["--trace=none.csv"], ["none.csv", "No such file"]),
   "trace with a bad row": (
     "compare",

@@ -106,6 +106,7 @@ def test_gzipped_files_are_read_alike_whatever_their_name(tmp_path, text):
     ),
     (LENGTHS + "1,0,1,1\n", 2, "num_decode_tokens=0 must be at least 1"),
     (json_row() + '{"timestamp": 1', 2, "not JSON: Expecting ',' delimiter at column 16"),
+    ("[" + json_row() + "]", 1, "a JSON list; in a trace each line is a JSON object of its own"),
     (json_row() + "[1]\n", 2, "no timestamp, input_length, output_length, hash_ids"),
     (json_row() + '{"timestamp": 1, "input_length": 5}', 2, "no output_length, hash_ids"),
     (json_row(input_length=1025), 1, "2 hash_ids, but input_length=1025 are 3 blocks of 512"),
