@@ -80,8 +80,6 @@ class SamplingParams:
         f"min_tokens={self.min_tokens} can hold back {MAX_HELD_STOP_IDS} stop ids at most, not "
         f"{len(self.stop_ids)} (the tokenizer's end-of-text counts)"
       )
-    if self.seed is not None and not isinstance(self.seed, numbers.Integral):
-      raise ValueError(f"seed={self.seed!r} must be a whole number, or None for one of its own")
     if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
       raise ValueError(
         f"logprobs={self.logprobs} must be in [0, {MAX_LOGPROBS}], or None for none at all"

@@ -31,8 +31,6 @@ pytestmark = pytest.mark.quick
       "repetition_penalty=inf must be positive, 1 for no penalty",
     ),
     ("stop", "abc", "stop='abc' must be a tuple of strings, none of them empty"),
-    ("seed", "a", "seed='a' must be a whole number, or None for one of its own"),
-    ("seed", 1.5, "seed=1.5 must be a whole number, or None for one of its own"),
     ("stop", ("a", ""), "stop=('a', '') must be a tuple of strings, none of them empty"),
     ("max_tokens", 8.0, "max_tokens=8.0 must be a whole number"),
     ("max_tokens", None, "max_tokens=None must be a whole number"),
