@@ -468,16 +468,14 @@ class _Loop:
           plan_at_s = at_s if plan_at_s is None else min(at_s, plan_at_s)
           break
         plan = pool.scheduler.next_step(start_s)
-        lost_rows = pool.scheduler.unreported_preemptions if plan is None else plan.preempted
-        pool.scheduler.unreported_preemptions = []
         if pool.role == "decode":
           preempted = [s for s in pool.scheduler.waiting.values() if s.state is State.PREEMPTED]
           self._recompute(pool, pool.scheduler.withdraw(preempted), turn)
           has_moved |= bool(preempted)
-        for request_id in lost_rows if pool.role != "decode" else ():
-          self.log.append(Preempted(time_s=now_s, request_id=request_id, pool=pool.name))
         if plan is None:
           break
+        for request_id in plan.preempted if pool.role != "decode" else ():
+          self.log.append(Preempted(time_s=now_s, request_id=request_id, pool=pool.name))
         num_steps = self._num_steps(pool, plan)
         if num_steps > 1:
           ticket = pool.executor.submit_stroke(plan, now_s, num_steps, self.inbox.next_s())
@@ -854,6 +852,10 @@ class _Loop:
   def _take_role(self, pool: Pool, role: str, turn: Turn) -> None:
     """Changes a drained pool. What it decodes goes on there, or moves to decode pools."""
     scheduler = pool.scheduler
+    if pool.role != "decode":  # where they are told of when they are computed again elsewhere
+      for request_id in scheduler.unreported_preemptions:
+        self.log.append(Preempted(time_s=turn.now_s, request_id=request_id, pool=pool.name))
+    scheduler.unreported_preemptions = []
     pool.role, pool.next_role = role, None
     scheduler.become(*pool.as_role(role))
     self._log_pool(pool, f"it is {role} now", turn)
