@@ -22,6 +22,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from absl import flags
@@ -46,6 +47,9 @@ from pdjax.serving.step_time import FittedStepTime
 from pdjax.sim.hardware import PCIE_4
 from pdjax.sim.sim_executor import SimExecutor
 
+if TYPE_CHECKING:
+  from pdjax.models.checkpoints.checkpoint import Checkpoint
+
 PREFILL_TOKENS = 512
 DECODE_CONTEXT = 256
 HOST_ROWS = 64
@@ -56,7 +60,7 @@ IDLE_ROWS = 32
 class Bench:
   """What will be measured."""
 
-  model: str
+  checkpoint: Checkpoint
   requests: tuple[Request, ...]
   source: str
   arrivals: str
@@ -358,19 +362,20 @@ def prepare() -> Bench:
       f"--token_budget={FLAGS.token_budget} cannot hold a decode of --num_rows={FLAGS.num_rows}"
     )
   path = resolve(FLAGS.model, show=print)
+  from pdjax.models.checkpoints.checkpoint import open_checkpoint  # which imports JAX
+
+  checkpoint = open_checkpoint(path)
   if FLAGS.requests is None:
     from pdjax.tokenizer import load_tokenizer
 
     requests, source = own_requests(load_tokenizer(path)), "24 prompts made here"
   else:
-    from pdjax.models.checkpoints.checkpoint import open_checkpoint
-
-    vocab_size = open_checkpoint(path).config.vocab_size
+    vocab_size = checkpoint.config.vocab_size
     requests, source = read_requests(pathlib.Path(FLAGS.requests), vocab_size), FLAGS.requests
   if FLAGS.arrivals == "all_at_once":
     requests = tuple(dataclasses.replace(r, arrival_s=0.0) for r in requests)
   return Bench(
-    model=str(path),
+    checkpoint=checkpoint,
     requests=requests,
     source=source,
     arrivals=FLAGS.arrivals,
@@ -384,11 +389,10 @@ def prepare() -> Bench:
 def run(bench: Bench) -> int:
   from pdjax.engine.build import build_executors, default_buckets, warm_up
   from pdjax.engine.mesh import ensure_devices
-  from pdjax.models.checkpoints.checkpoint import open_checkpoint
 
   progress = Progress()
   devices = ensure_devices(1)
-  model = open_checkpoint(bench.model).load(target=devices[0])
+  model = bench.checkpoint.load(target=devices[0])
   config = model.config
   longest = max(max(r.max_cached_tokens for r in bench.requests), PREFILL_TOKENS)
   pages_per_row = -(-longest // bench.page_size)

@@ -474,8 +474,8 @@ class _Loop:
           has_moved |= bool(preempted)
         if plan is None:
           break
-        for request_id in plan.preempted if pool.role != "decode" else ():
-          self.log.append(Preempted(time_s=now_s, request_id=request_id, pool=pool.name))
+        if pool.role != "decode":
+          self._log_preempted(pool, plan.preempted, now_s)
         num_steps = self._num_steps(pool, plan)
         if num_steps > 1:
           ticket = pool.executor.submit_stroke(plan, now_s, num_steps, self.inbox.next_s())
@@ -733,7 +733,7 @@ class _Loop:
   def _recompute(self, pool: Pool, sequences: Seq[Sequence], turn: Turn) -> None:
     """Queues preempted sequences, oldest first, where their prompt can be computed again."""
     for seq in reversed(sequences):  # each goes to the front
-      self.log.append(Preempted(time_s=turn.now_s, request_id=seq.request_id, pool=pool.name))
+      self._log_preempted(pool, [seq.request_id], turn.now_s)
       self._queue_again(pool, seq, turn)
 
   def _queue_again(self, pool: Pool, seq: Sequence, turn: Turn) -> None:
@@ -853,8 +853,7 @@ class _Loop:
     """Changes a drained pool. What it decodes goes on there, or moves to decode pools."""
     scheduler = pool.scheduler
     if pool.role != "decode":  # where they are told of when they are computed again elsewhere
-      for request_id in scheduler.unreported_preemptions:
-        self.log.append(Preempted(time_s=turn.now_s, request_id=request_id, pool=pool.name))
+      self._log_preempted(pool, scheduler.unreported_preemptions, turn.now_s)
     scheduler.unreported_preemptions = []
     pool.role, pool.next_role = role, None
     scheduler.become(*pool.as_role(role))
@@ -863,6 +862,10 @@ class _Loop:
       for seq in list(scheduler.decoding.values()):
         if seq.num_computed_tokens >= seq.num_prefill_tokens:  # else it leaves with its next token
           self._leave(pool, seq)
+
+  def _log_preempted(self, pool: Pool, request_ids: Iterable[int], time_s: float) -> None:
+    for request_id in request_ids:
+      self.log.append(Preempted(time_s=time_s, request_id=request_id, pool=pool.name))
 
   def _log_pool(self, pool: Pool, reason: str, turn: Turn) -> None:
     self.log.append(
