@@ -47,6 +47,7 @@ MODEL = ModelConfig(
 )
 PAGES = PageConfig(num_rows=2, page_size=16, pages_per_row=128, num_pages=256, contiguous=True)
 PARTS = ("gather", "copy", "scatter")
+LAYERS = 0, MODEL.num_layers
 
 
 class Pool:
@@ -59,7 +60,7 @@ class Pool:
     from pdjax.engine.build import make_attention
     from pdjax.engine.mesh import make_mesh
     from pdjax.engine.steps import Steps, state_shapes
-    from pdjax.engine.transfer import Reshard
+    from pdjax.engine.transfer import Reshard, SpareMemory
     from pdjax.models.model import axes_sharding
 
     mesh = make_mesh(devices)
@@ -68,12 +69,18 @@ class Pool:
     layout = self.steps.attention.layout
     cache, *_ = state_shapes(model, layout, [((0, layout.num_layers), mesh)])
     self.cache = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype, device=x.sharding), cache)
-    self.reshard = Reshard(axes_sharding("2 L K P h", layout.pieces_shape(1), mesh))
-    self.bytes_per_token = layout.bytes_per_token
-    self.num_cuts = num_cuts
+    self.sharding = axes_sharding("2 L K P h", layout.pieces_shape(1), mesh)
+    self.reshard = Reshard(self.sharding)
+    self.spare = SpareMemory(self.device.platform)
+    self.layout, self.num_cuts = layout, num_cuts
 
   def gather(self, page_ids):
-    return self.steps.gather_pages(self.cache, page_ids, self.num_cuts)
+    import jax
+
+    shape = self.layout.pieces_shape(len(page_ids), self.num_cuts)
+    like = jax.ShapeDtypeStruct(shape, self.layout.dtype, sharding=self.sharding)
+    into = tuple(self.spare.take(like) for _ in range(self.num_cuts))
+    return self.steps.gather_pages(self.cache, page_ids, into, self.num_cuts)
 
   def scatter(self, page_ids, pieces):
     cuts = pieces if isinstance(pieces, tuple) else (pieces,)
@@ -91,7 +98,7 @@ def measure(source: Pool, target: Pool, num_tokens: int) -> dict[str, float]:
 
   num_pages = num_tokens // PAGES.page_size
   page_ids = np.arange(num_pages, dtype=np.int32)
-  num_bytes = num_tokens * source.bytes_per_token
+  num_bytes = num_tokens * source.layout.bytes_per_token
   flat = jnp.ones(num_bytes // 4, jnp.float32, device=source.device).block_until_ready()
   took_s: dict[str, list[float]] = {}
 
@@ -111,6 +118,7 @@ def measure(source: Pool, target: Pool, num_tokens: int) -> dict[str, float]:
       target.scatter(page_ids, target.reshard.join(parts, pieces))
 
     TransferTicket(target.reshard.send(pieces), insert).result()
+    source.spare.give({LAYERS: pieces})
     return target.cache
 
   for _ in range(NUM_REPEATS + 2):
@@ -118,7 +126,8 @@ def measure(source: Pool, target: Pool, num_tokens: int) -> dict[str, float]:
     pieces = timed("gather", source.gather, page_ids)
     copied = timed("copy", copy, pieces)
     timed("scatter", target.scatter, page_ids, copied)
-    del pieces, copied  # as a hand-off gives up what it has moved
+    del copied  # as a hand-off gives up what it has moved
+    source.spare.give({LAYERS: pieces})
     timed("whole", whole)
   warm_s = {name: times[2:] for name, times in took_s.items()}
   return {

@@ -373,6 +373,9 @@ class InstantPrefill:
     num_bytes = export_bytes(self._target, handle)
     return dataclasses.replace(handle, num_bytes=num_bytes, payload=self._pieces[num_tokens])
 
+  def drop(self, handle: Handle) -> None:
+    """The same pages are handed over again."""
+
   def recover(self) -> bool:
     return False
 

@@ -19,7 +19,14 @@ from pdjax.core.request import SamplingParams
 from pdjax.engine.batch import RowState, StepInputs, step_inputs
 from pdjax.engine.buckets import Buckets, pick_bucket
 from pdjax.engine.steps import Steps, state_shapes
-from pdjax.engine.transfer import Payload, Pieces, Reshard, TransferTicket, host_sharding
+from pdjax.engine.transfer import (
+  Payload,
+  Pieces,
+  Reshard,
+  SpareMemory,
+  TransferTicket,
+  host_sharding,
+)
 from pdjax.models.kv_cache import Cache, KVLayout
 from pdjax.models.model import LayerRange, Model, Params, axes_sharding
 from pdjax.models.sampling import Sampled
@@ -149,6 +156,7 @@ class JaxExecutor:
     self.num_stages = len(self._stages)
     self._swapped: dict[int, Payload] = {}  # request id -> its pieces, in the host's memory
     self._gathered: dict[tuple, Payload] = {}  # what `submit` was told to gather, until `export`
+    self._spare = SpareMemory(meshes[0].devices.flat[0].platform)
     stages = [(stage.layers, stage.mesh) for stage in self._stages]
     self._state_shapes = state_shapes(model, layout, stages)
     self._cache, self._last_token, self._seen = self._new_state()
@@ -249,9 +257,9 @@ class JaxExecutor:
   def _swap(self, plan: StepPlan) -> None:
     """Copies pages to the host and back, in the order of the device's work. Waits for nothing."""
     for request_id in plan.swap_drops:
-      self._swapped.pop(request_id, None)  # of a plan that failed there may be none
+      self._spare.give(self._swapped.pop(request_id, {}))  # of a plan that failed there may be none
     for swap in plan.swap_outs:
-      pieces = self._gather(self._all_layers, swap.page_ids)
+      pieces = self._gather(None, swap.page_ids)
       to = {stage.layers: host_sharding(stage.pieces_sharding) for stage in self._stages}
       self._swapped[swap.request_id] = jax.device_put(pieces, to)
     for swap in plan.swap_ins:
@@ -259,15 +267,31 @@ class JaxExecutor:
       pieces = jax.device_put(self._swapped.pop(swap.request_id), to)
       for layers, piece in pieces.items():
         self._scatter(layers, swap.page_ids, piece)
+      self._spare.give(pieces)
 
-  def _gather(self, layers: LayerRange, page_ids: tuple[int, ...]) -> Payload:
+  def _gather(self, layers: LayerRange | None, page_ids: tuple[int, ...]) -> Payload:
     """Starts to read pages of `layers`, those of each stage on its devices."""
-    found = filter(None, (stage.overlap(layers) for stage in self._stages))
     padded, payload = self._pad(page_ids), {}
-    for own in found:
-      cuts = self.steps.gather_pages(self._cache_of(own), padded, self._num_cuts)
+    for stage, own in self._overlaps(layers):
+      like = self._pieces_like(stage, own, len(padded), self._num_cuts)
+      into = tuple(self._spare.take(like) for _ in range(self._num_cuts))
+      cuts = self.steps.gather_pages(self._cache_of(own), padded, into, self._num_cuts)
       payload[own] = cuts if self._num_cuts > 1 else cuts[0]
     return payload
+
+  def _overlaps(self, layers: LayerRange | None) -> Iterator[tuple[Stage, LayerRange]]:
+    """The stages that have some of `layers`, None for all, and which."""
+    for stage in self._stages:
+      if (own := stage.overlap(layers or self._all_layers)) is not None:
+        yield stage, own
+
+  def _pieces_like(
+    self, stage: Stage, layers: LayerRange, num_pages: int, num_cuts: int = 1
+  ) -> jax.ShapeDtypeStruct:
+    """What a gather from a stage gives: pieces, or one of so many cuts of them."""
+    first, last = layers
+    shape = self._layout.of_layers(last - first).pieces_shape(num_pages, num_cuts)
+    return jax.ShapeDtypeStruct(shape, self._layout.dtype, sharding=stage.pieces_sharding)
 
   def _scatter(self, layers: LayerRange, page_ids: tuple[int, ...], pieces: Pieces) -> None:
     cuts = pieces if isinstance(pieces, tuple) else (pieces,)
@@ -302,7 +326,7 @@ class JaxExecutor:
     num_pages = -(-(handle.num_tokens - handle.start) // self._layout.page_size)
     if not num_pages:
       return {}
-    return self._gather(handle.layers or self._all_layers, page_ids[:num_pages])
+    return self._gather(handle.layers, page_ids[:num_pages])
 
   def import_(
     self, handle: Handle, *, row: int, page_ids: tuple[int, ...], now_s: float
@@ -319,8 +343,7 @@ class JaxExecutor:
     copies = [
       (stage, own, stage.reshard.take_layers(pieces, layers, own))
       for layers, pieces in handle.payload.items()
-      for stage in self._stages
-      if (own := stage.overlap(layers)) is not None
+      for stage, own in self._overlaps(layers)
     ]
 
     def insert(parts: Sequence[jax.Array]) -> None:
@@ -342,17 +365,13 @@ class JaxExecutor:
     num_pages = -(-(handle.num_tokens - handle.start) // self._layout.page_size)
     if not num_pages:
       return {}
-    padded, pieces = pick_bucket(self._buckets.pages, num_pages), {}
-    for stage in self._stages:
-      if (own := stage.overlap(handle.layers or self._all_layers)) is not None:
-        shape = self._layout.of_layers(own[1] - own[0]).pieces_shape(padded)
-        pieces[own] = jax.ShapeDtypeStruct(
-          shape, self._layout.dtype, sharding=stage.pieces_sharding
-        )
-    return pieces
+    padded = pick_bucket(self._buckets.pages, num_pages)
+    return {
+      own: self._pieces_like(stage, own, padded) for stage, own in self._overlaps(handle.layers)
+    }
 
   def drop(self, handle: Handle) -> None:
-    """The payload goes with the last reference to the handle."""
+    self._spare.give(handle.payload or {})
 
   def _pad(self, page_ids: tuple[int, ...]) -> np.ndarray:
     padded = np.full(pick_bucket(self._buckets.pages, len(page_ids)), self._layout.num_pages)
@@ -381,6 +400,7 @@ class JaxExecutor:
   def reset(self) -> None:
     """Forgets every row, for a new run. A cache that is intact keeps its bytes, unread."""
     self._swapped.clear()
+    self._spare.clear()
     if not self.recover():
       self._rows = self._new_rows()
 
@@ -511,10 +531,9 @@ class JaxExecutor:
   def _own_pages(self, num_pages: int) -> Handle:
     """What another executor like this one would export."""
     handle, payload = self._hand_over(num_pages), {}
-    for layers, whole in self.pieces_like(handle).items():
-      k_and_v, num_layers, num_heads, *page = whole.shape
-      shape = (k_and_v, num_layers, num_heads // self._num_cuts, *page)
-      cut = jnp.zeros(shape, whole.dtype, device=whole.sharding)
+    for stage, layers in self._overlaps(None):
+      like = self._pieces_like(stage, layers, num_pages, self._num_cuts)
+      cut = jnp.zeros(like.shape, like.dtype, device=like.sharding)
       payload[layers] = (cut,) * self._num_cuts if self._num_cuts > 1 else cut
     return dataclasses.replace(handle, payload=payload)
 

@@ -430,8 +430,12 @@ class Worker:
 
   def _drop(self, _: None, *, export_id: int) -> None:
     export = self._exports.pop(export_id, None)
-    for uid in export.uids if export is not None else ():
+    if export is None:
+      return
+    for uid in export.uids:
       self._copies.forget(uid)
+    if export.handle is not None:
+      self._executor.drop(export.handle)
 
   def _recover(self, number: int) -> None:
     self._answer(number, self._executor.recover())

@@ -86,9 +86,13 @@ class KVLayout:
     """How each array is split by its heads over the mesh axis `axis`."""
     return PartitionSpec(*(axis if letter == "K" else None for letter in self.axes.split()))
 
-  def pieces_shape(self, num_pages: int) -> tuple[int, int, int, int, int]:
-    """[2, L, K, positions, h] of what `gather` gives for so many pages: each kv head once."""
-    return 2, self.num_layers, self.num_kv_heads, num_pages * self.page_size, self.head_dim
+  def pieces_shape(self, num_pages: int, num_cuts: int = 1) -> tuple[int, int, int, int, int]:
+    """[2, L, K, positions, h] of what `gather` gives for so many pages, or of each of its cuts.
+
+    Each kv head once.
+    """
+    num_heads = self.num_kv_heads // num_cuts
+    return 2, self.num_layers, num_heads, num_pages * self.page_size, self.head_dim
 
   def of_layers(self, num_layers: int) -> KVLayout:
     """That of a part of the cache."""

@@ -47,7 +47,10 @@ def axes_sharding(axes: str, shape: tuple[int, ...], mesh: Mesh) -> NamedShardin
     return None if is_whole else AXIS_RULES.get(letter)
 
   letters = axes.replace("->", "").split()
-  return NamedSharding(mesh, PartitionSpec(*map(mesh_axis, letters, shape)))
+  mesh_axes = [mesh_axis(letter, size) for letter, size in zip(letters, shape, strict=True)]
+  while mesh_axes and mesh_axes[-1] is None:  # as the results of steps say it: one that says it
+    mesh_axes.pop()  # otherwise is compiled for again
+  return NamedSharding(mesh, PartitionSpec(*mesh_axes))
 
 
 def param_sharding(
