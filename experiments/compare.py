@@ -67,24 +67,50 @@ def check_with_twin(config: ExperimentConfig, program: str) -> tuple[Checked, Ch
     )
   twin, without = None, why_no_twin(config)
   if config.backend == "jax" and without is None:
-    simulated = load_config(ROOT / SIMULATED)
-    alike = dict(num_devices=config.num_devices // config.tp)
-    if config.pools is not None:  # they say how many devices each has
-      alike = dict(pools=config.pools, num_devices=config.num_devices, tp=config.tp)
-    simulated = dataclasses.replace(
-      simulated,
-      hardware=FLAGS.hardware or simulated.hardware,
-      strategies=config.strategies,
-      **alike,
-    )
-    if FLAGS.workload is not None:
-      workload = named_workload(simulated.workload, FLAGS.workload)
-      simulated = dataclasses.replace(simulated, workload=workload)
-    twin = check(simulated, out)
+    simulated = twin_of(config, FLAGS.hardware, FLAGS.workload)
+    try:
+      twin = check(simulated, out)
+    except ValueError as error:
+      if config.workload.trace is None:
+        raise
+      without = str(error)  # a trace that only the small model can serve, or that nobody can
   checked = check(config, out)
   if config.backend == "jax" and without is not None:
     print(f"not simulated as well: {without}", file=sys.stderr)
   return checked, twin
+
+
+def twin_of(
+  config: ExperimentConfig, hardware: str | None, workload: str | None
+) -> ExperimentConfig:
+  """The simulated experiment with pools like those of `config`.
+
+  It is asked the same trace, or what `workload` is called, or else prompts of its own length.
+  """
+  simulated = load_config(ROOT / SIMULATED)
+  alike = dict(num_devices=config.num_devices // config.tp)
+  if config.pools is not None:  # they say how many devices each has
+    alike = dict(pools=config.pools, num_devices=config.num_devices, tp=config.tp)
+  asked = simulated.workload
+  if config.workload.trace is not None:
+    names = (
+      "trace",
+      "trace_limit_s",
+      "trace_speed",
+      "trace_spread_s",
+      "num_requests",
+      "duration_s",
+    )
+    asked = dataclasses.replace(asked, **{name: getattr(config.workload, name) for name in names})
+  elif workload is not None:
+    asked = named_workload(asked, workload)
+  return dataclasses.replace(
+    simulated,
+    hardware=hardware or simulated.hardware,
+    strategies=config.strategies,
+    workload=asked,
+    **alike,
+  )
 
 
 def why_no_twin(config: ExperimentConfig) -> str | None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from configs.hardware import HARDWARE, LINKS
+from configs.workloads import WORKLOADS
 from experiments import compare, serving
 from experiments.program import Progress
 from experiments.serving import Experiment, check, compare_tokens, run_experiment, token_report
@@ -784,6 +785,19 @@ def test_pools_that_the_simulated_model_cannot_have_run_on_the_engine_alone():
     config = load_config(QUICKSTART, [f"num_devices={num_devices}", f"pools={pools}"])
     found = compare.why_no_twin(config)
     assert found is None if reason is None else reason in found
+
+
+def test_the_simulated_model_is_asked_the_same_trace_or_prompts_of_its_own():
+  own = load_config(ROOT / "configs/llama3_8b_a100.py").workload
+  config = load_config(QUICKSTART, ["workload.num_requests=7", "workload.trace_speed=2"])
+  assert compare.twin_of(config, None, None).workload == own
+  traced = dataclasses.replace(config, workload=dataclasses.replace(config.workload, trace="x.csv"))
+  twin = compare.twin_of(traced, "h100", None)
+  asked = twin.workload
+  assert (asked.trace, asked.num_requests, asked.trace_speed) == ("x.csv", 7, 2)
+  assert (twin.hardware, twin.model, asked.length_scale) == ("h100", "llama3-8b", 1)
+  named = compare.twin_of(config, None, "sharegpt").workload
+  assert named.lengths == WORKLOADS["sharegpt"].lengths and named.num_requests == own.num_requests
 
 
 def test_a_comparison_on_the_engine_gives_the_same_tokens_everywhere(tmp_path):
