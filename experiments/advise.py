@@ -19,7 +19,6 @@ wrong input; 130: interrupted.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import pathlib
 from typing import NamedTuple
 
@@ -36,10 +35,9 @@ from experiments.program import (
 from experiments.searching.advising import AdviceGoal
 from experiments.searching.carrying_out import carry_out
 from experiments.searching.goals import Asked
-from experiments.sweep import Sweep, make_sweep
+from experiments.sweep import Sweep, as_configured, make_sweep
 from experiments.traffic import read_traffic
 from pdjax.analysis.targets import Attainment
-from pdjax.config import load_config
 
 
 class Prepared(NamedTuple):
@@ -91,8 +89,8 @@ def prepare() -> Prepared:
     **length,
   )
   goal = AdviceGoal(asked, num_devices=FLAGS.devices, quick=FLAGS.quick)
-  begin = functools.partial(load_config, FLAGS.config)
-  return Prepared(goal, out, make_sweep(jobs=FLAGS.jobs, ray=None, begin=begin))
+  sweep = make_sweep(jobs=FLAGS.jobs, ray=None, begin=as_configured(FLAGS.config))
+  return Prepared(goal, out, sweep)
 
 
 def run(prepared: Prepared) -> int:

@@ -32,7 +32,6 @@ probe failed; 2: wrong input; 130: interrupted, with what was found until then.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import pathlib
 
 from absl import flags
@@ -51,12 +50,12 @@ from experiments.searching.carrying_out import carry_out
 from experiments.searching.goals import Asked, Goal, StrategiesGoal, with_slo
 from experiments.searching.placing import AFFINITIES, PlacementGoal
 from experiments.searching.replanning import ReplanGoal
-from experiments.sweep import Sweep, make_sweep
+from experiments.sweep import Sweep, as_configured, make_sweep
 from experiments.traffic import read_traffic
 from pdjax.analysis.placement import Nodes
 from pdjax.analysis.replan import Seen, seen_in
 from pdjax.analysis.targets import Attainment, Stalls, Target
-from pdjax.config import ExperimentConfig, load_config
+from pdjax.config import ExperimentConfig
 from pdjax.core.events import read_events
 from pdjax.core.names import pick
 
@@ -91,9 +90,7 @@ def prepare() -> Prepared:
     changes["pools"] = None
   config = _searchable(config_from_flags(backend="sim"), **changes)
   goal = _GOALS[name](config, out)
-  sweep = make_sweep(
-    jobs=FLAGS.jobs, ray=FLAGS.ray, begin=functools.partial(load_config, FLAGS.config)
-  )
+  sweep = make_sweep(jobs=FLAGS.jobs, ray=FLAGS.ray, begin=as_configured(FLAGS.config))
   return Prepared(name=name, goal=goal, config=config, out=out, sweep=sweep)
 
 

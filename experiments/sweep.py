@@ -13,15 +13,19 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import multiprocessing
 import multiprocessing.connection
 import pathlib
 import re
 import signal
 import socket
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
+
+from pdjax.config import load_config
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MOST_ATTEMPTS = 3  # of an item whose worker is lost; more than that is the item's doing
@@ -45,6 +49,21 @@ class Sweep(Protocol):
     ...
 
   def close(self) -> None: ...
+
+
+def as_configured(path: str | pathlib.Path) -> Begin:
+  """Makes other processes, on any host, know what a config file puts into tables of names."""
+  return functools.partial(_load, str(path), pathlib.Path(path).read_text())
+
+
+def _load(path: str, text: str) -> None:
+  if pathlib.Path(path).is_file():
+    load_config(path)
+    return
+  with tempfile.TemporaryDirectory() as folder:
+    copy = pathlib.Path(folder) / pathlib.Path(path).name
+    copy.write_text(text)
+    load_config(copy)
 
 
 def attempt(work: Work, item: Any) -> Any:
@@ -156,14 +175,14 @@ class RayCluster:
   """On a Ray cluster, to which the code is sent. Owns the connection.
 
   `local` starts a cluster of its own on this machine, whatever else runs there. Work of a lost
-  worker is repeated by Ray.
+  worker is repeated by Ray. Each worker calls `begin` first.
 
   Raises:
     ImportError: the extra [ray] is not installed.
     ValueError: nobody answers at the address.
   """
 
-  def __init__(self, address: str):
+  def __init__(self, address: str, begin: Begin | None = None):
     try:
       import ray
     except ImportError as error:
@@ -176,6 +195,8 @@ class RayCluster:
         raise ValueError(f"--ray={address}: no cluster answers: {error}") from error
     # Workers import what this process does, from a copy of the same files.
     environment = {"working_dir": str(ROOT), "excludes": [".git", "runs", "tests", ".venv"]}
+    if begin is not None:
+      environment["worker_process_setup_hook"] = lambda: begin()  # it has to have a name
     try:
       ray.init(
         address=address,
@@ -227,12 +248,12 @@ def _lost(exceptions: Any) -> tuple[type[Exception], ...]:
 def make_sweep(*, jobs: int, ray: str | None, begin: Begin | None = None) -> Sweep:
   """`ray` is the address of a cluster, or `local`; without it, `jobs` processes, 1 being this one.
 
-  `begin` makes other processes of this machine like this one, before they work: what a config file
-  has put into the tables of names is nowhere else. Nothing does so on a cluster.
+  `begin` makes other processes like this one, before they work: what a config file has put into
+  tables of names is nowhere else (`as_configured`).
 
   Raises:
     ImportError, ValueError: see `RayCluster` and `Processes`.
   """
   if ray is not None:
-    return RayCluster(ray)
+    return RayCluster(ray, begin)
   return Serial() if jobs == 1 else Processes(jobs, begin)

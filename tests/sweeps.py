@@ -17,6 +17,12 @@ def is_known(n: int) -> bool:
   return n in _known
 
 
+def is_workload(name: str) -> bool:
+  from configs.workloads import WORKLOADS
+
+  return name in WORKLOADS
+
+
 def square(n: int) -> int:
   return n * n
 

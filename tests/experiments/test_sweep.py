@@ -9,7 +9,15 @@ import multiprocessing
 import pytest
 import sweeps
 
-from experiments.sweep import MOST_ATTEMPTS, Failure, Processes, RayCluster, Serial, make_sweep
+from experiments.sweep import (
+  MOST_ATTEMPTS,
+  Failure,
+  Processes,
+  RayCluster,
+  Serial,
+  as_configured,
+  make_sweep,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -93,8 +101,27 @@ def test_a_sweep_has_a_process():
     make_sweep(jobs=0, ray=None)
 
 
+CONFIG = """
+from configs.llama3_8b_a100 import get_config
+from configs.workloads import WORKLOADS
+
+WORKLOADS["mine"] = WORKLOADS["sharegpt"]
+"""
+
+
+def test_other_processes_know_what_a_config_file_adds_also_where_it_is_not(tmp_path):
+  path = tmp_path / "own.py"
+  path.write_text(CONFIG)
+  begin = as_configured(path)
+  for _ in range(2):
+    with contextlib.closing(make_sweep(jobs=2, ray=None, begin=begin)) as sweep:
+      assert run(sweep, sweeps.is_workload, ["mine"]) == {"mine": True}
+    path.unlink(missing_ok=True)
+  assert not sweeps.is_workload("mine")
+
+
 @pytest.mark.slow  # a cluster starts
-def test_a_ray_cluster_repeats_what_a_lost_worker_had(tmp_path):
+def test_a_ray_cluster_repeats_what_a_lost_worker_had_and_knows_own_configs(tmp_path):
   pytest.importorskip("ray", reason="needs the extra [ray]")
   marker = tmp_path / "died"
 
@@ -109,8 +136,18 @@ def test_a_ray_cluster_repeats_what_a_lost_worker_had(tmp_path):
       raise ValueError("4 is not squared here")
     return n * n
 
-  with contextlib.closing(RayCluster("local")) as sweep:
+  def is_workload(name: str) -> bool:
+    from configs.workloads import WORKLOADS
+
+    return name in WORKLOADS
+
+  config = tmp_path / "own.py"
+  config.write_text(CONFIG)
+  begin = as_configured(config)
+  config.unlink()
+  with contextlib.closing(RayCluster("local", begin)) as sweep:
     found = run(sweep, square, range(7))
+    assert run(sweep, is_workload, ["mine"]) == {"mine": True}
   assert marker.exists(), "no worker was lost"
   assert "4 is not squared here" in found.pop(4).message
   assert found == {n: n * n for n in (0, 1, 2, 3, 5, 6)}
