@@ -54,6 +54,9 @@ class SamplingParams:
         continue
       if not isinstance(value, numbers.Integral):
         raise ValueError(f"{name}={value!r} must be a whole number")
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+      if not isinstance(getattr(self, name), numbers.Real):
+        raise ValueError(f"{name}={getattr(self, name)!r} must be a number")
     ids = self.stop_ids
     if not isinstance(ids, tuple) or not all(isinstance(i, numbers.Integral) for i in ids):
       raise ValueError(f"stop_ids={ids!r} must be a tuple of token ids")
@@ -73,7 +76,8 @@ class SamplingParams:
       raise ValueError(
         f"repetition_penalty={self.repetition_penalty} must be positive, 1 for no penalty"
       )
-    if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+    stop = self.stop if isinstance(self.stop, tuple | list) else ("",)
+    if not all(isinstance(s, str) and s for s in stop):
       raise ValueError(f"stop={self.stop!r} must be a tuple of strings, none of them empty")
     if self.min_tokens and len(self.stop_ids) > MAX_HELD_STOP_IDS:
       raise ValueError(
