@@ -409,6 +409,14 @@ def test_any_damage_of_a_header_is_one_error_that_names_the_file(tmp_path):
   assert num_refused > 250  # the rest hit the metadata or wrote what was there
 
 
+@pytest.mark.parametrize("text", ["[]", "7", "null", '"a"', "[" * 100_000], ids=lambda t: t[:4])
+def test_a_header_that_is_no_object_names_the_file(text, tmp_path):
+  tensors = random_tensors(llama_shapes())
+  folder = write(tmp_path / "model", tensors)
+  write_file(folder / "model.safetensors", tensors, text)
+  assert "model.safetensors: damaged header" in refusal(folder)
+
+
 def test_wrong_entries_of_a_header_name_the_tensor(tmp_path):
   tensors = random_tensors(llama_shapes())
   folder = write(tmp_path / "model", tensors)

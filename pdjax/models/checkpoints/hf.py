@@ -190,7 +190,7 @@ def _read_header(path: pathlib.Path) -> list[_Tensor]:
   try:
     entries = json.loads(header, object_pairs_hook=_unique)
     entries.pop("__metadata__", None)
-  except (ValueError, AttributeError) as error:
+  except (ValueError, TypeError, AttributeError, RecursionError) as error:
     raise ValueError(f"{path}: damaged header ({error})") from error
   tensors = [_entry(path, name, entry, 8 + num_bytes) for name, entry in entries.items()]
   tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
