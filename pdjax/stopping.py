@@ -159,8 +159,14 @@ class Detokeniser:
     """Takes in `ids` up to `end`; those before `num_tokens` must be the same as ever."""
     if end <= self.num_tokens:
       return
-    self.num_tokens = end
     window = self._decode(ids[self._start : end])
+    if end - self.num_tokens > 1 and window.endswith(_UNFINISHED):
+      # Byte fallback makes all bytes in a row unfinished if the last is: which of their characters
+      # are whole shows one by one.
+      for number in range(self.num_tokens + 1, end + 1):
+        self.read(ids, number)
+      return
+    self.num_tokens = end
     num_ready = len(window.rstrip(_UNFINISHED))
     if end - self._whole > _MAX_PENDING:  # too many bytes for one character: they are none
       num_ready = max(num_ready, len(window) - _MAX_PENDING)

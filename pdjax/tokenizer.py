@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -180,6 +181,8 @@ class Tokenizer:
     environment = sandbox.ImmutableSandboxedEnvironment(
       trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
+    # Jinja's own makes text safe for HTML: other tokens than the model was trained on.
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     try:
       return environment.from_string(self._chat_template).render(
         messages=[dict(message) for message in messages],
@@ -189,7 +192,7 @@ class Tokenizer:
         documents=None,
         **self._special_tokens,
       )
-    except jinja2.TemplateError as error:
+    except Exception as error:  # a program fails in many ways
       raise ValueError(f"the chat template failed: {error}") from error
 
 

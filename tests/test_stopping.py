@@ -303,6 +303,11 @@ def test_a_sentencepiece_tokenizer_with_byte_fallback_gives_its_text_piece_by_pi
     texts = pieces_of(tokenizer, ids)
     assert texts[-1] == tokenizer.decode(ids) == text
     assert not any(UNFINISHED in t for t in texts) and len(set(texts)) > len(ids) // 4
+    for num_at_once in (2, 3, 7, len(ids)):  # as a stream gets them that others hold up
+      detokeniser = Detokeniser(tokenizer)
+      for end in [*range(num_at_once, len(ids), num_at_once), len(ids) - 1]:
+        detokeniser.read(ids, end)
+        assert detokeniser.text == texts[end - 1]
 
 
 # In a run --------------------------------------------------------------------------------------

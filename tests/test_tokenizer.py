@@ -144,6 +144,9 @@ def test_a_chat_template_gets_messages_and_special_tokens_and_runs_in_a_sandbox(
   pytest.importorskip("jinja2")
   template = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
   assert rendered(template) == QUESTION + "<|end|>"
+  assert rendered("{{ '<é>&' | tojson }}") == '"<é>&"', "as of transformers, not safe for HTML"
+  with pytest.raises(ValueError, match="the chat template failed: unsupported operand"):
+    rendered("{{ 1 + none }}")
   with pytest.raises(ValueError, match="only users"):
     rendered("{{ raise_exception('only users') }}")
   with pytest.raises(ValueError, match=r"the chat template failed: .*unsafe"):

@@ -14,11 +14,12 @@ MAX_HELD_STOP_IDS = 8  # stop ids of a row that a step can mask before `min_toke
 class SamplingParams:
   """How tokens are chosen and when to stop.
 
-  The order is that of vLLM: `repetition_penalty` over the ids of the prompt and of the output so
-  far (positive logits are divided by it, others multiplied); the mask that holds back `stop_ids`
-  before `min_tokens` tokens; `temperature` (0 is greedy); `top_k`; `top_p` of what that leaves;
-  `min_p`, which keeps ids at least so many times as likely as the likeliest. `top_k` None, `top_p`
-  1, `min_p` 0 and `repetition_penalty` 1 change nothing. The random key of a token is folded from
+  The order is that of transformers: `repetition_penalty` over the ids of the prompt and of the
+  output so far (positive logits are divided by it, others multiplied); the mask that holds back
+  `stop_ids` before `min_tokens` tokens; `temperature` (0 is greedy); `top_k`; `top_p` of what that
+  leaves; `min_p`, which keeps ids at least so many times as likely as the likeliest. (vLLM has
+  `min_p` before `top_k` since its V1 engine: its `top_p` is of less.) `top_k` None, `top_p` 1,
+  `min_p` 0 and `repetition_penalty` 1 change nothing. The random key of a token is folded from
   (`seed`, position), so it never depends on batch-mates; `seed` None takes the request id.
 
   A token of `stop_ids` ends the request and is its last token; ids that the model does not have
@@ -54,6 +55,9 @@ class SamplingParams:
         continue
       if not isinstance(value, numbers.Integral):
         raise ValueError(f"{name}={value!r} must be a whole number")
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+      if not isinstance(getattr(self, name), numbers.Real):
+        raise ValueError(f"{name}={getattr(self, name)!r} must be a number")
     ids = self.stop_ids
     if not isinstance(ids, tuple) or not all(isinstance(i, numbers.Integral) for i in ids):
       raise ValueError(f"stop_ids={ids!r} must be a tuple of token ids")
@@ -73,7 +77,8 @@ class SamplingParams:
       raise ValueError(
         f"repetition_penalty={self.repetition_penalty} must be positive, 1 for no penalty"
       )
-    if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+    stop = self.stop if isinstance(self.stop, tuple | list) else ("",)
+    if not all(isinstance(s, str) and s for s in stop):
       raise ValueError(f"stop={self.stop!r} must be a tuple of strings, none of them empty")
     if self.min_tokens and len(self.stop_ids) > MAX_HELD_STOP_IDS:
       raise ValueError(

@@ -15,6 +15,8 @@ from pdjax.models.sampling import Sampling
 from pdjax.scheduling.pages import PageConfig
 
 _TOKENS_PER_EMIT = 16  # a prefill bucket of T tokens has room for T / 16 first tokens
+# Nearer to 0 a float32 is 0 to XLA: such a top_p leaves no id, and such a penalty makes infinities.
+_SMALLEST, _LARGEST = 1e-30, 1e30
 
 
 class StepInputs(NamedTuple):
@@ -70,9 +72,9 @@ class RowState:
     """A request begins in `row`. Stop ids that the model does not have are left out."""
     self.temperature[row] = sampling.temperature
     self.top_k[row] = min(sampling.top_k or self.vocab_size, self.vocab_size)
-    self.top_p[row] = sampling.top_p
+    self.top_p[row] = max(sampling.top_p, _SMALLEST)
     self.min_p[row] = sampling.min_p
-    self.repetition_penalty[row] = sampling.repetition_penalty
+    self.repetition_penalty[row] = min(max(sampling.repetition_penalty, _SMALLEST), _LARGEST)
     self.seed[row] = (request_id if sampling.seed is None else sampling.seed) & 0xFFFFFFFF
     stop_ids = [i for i in sampling.stop_ids if 0 <= i < self.vocab_size]
     holds_stops = bool(stop_ids) and sampling.min_tokens > 0

@@ -10,6 +10,7 @@ from pdjax.core.plan import DecodeSlices, PageUpdates, Slice, StepPlan
 from pdjax.core.request import MAX_HELD_STOP_IDS, SamplingParams
 from pdjax.engine.batch import RowState, pick_prefill_bucket, step_inputs
 from pdjax.engine.buckets import Buckets
+from pdjax.models.sampling import sample
 from pdjax.scheduling.pages import PageConfig
 
 pytestmark = pytest.mark.quick
@@ -248,6 +249,25 @@ def test_stop_ids_that_the_model_does_not_have_are_left_out():
   stop_ids = (-1, 7, VOCAB, 2**40, VOCAB - 1)
   rows.seat(0, 1, 10, SamplingParams(max_tokens=9, min_tokens=2, stop_ids=stop_ids))
   assert rows.stop_ids[0].tolist() == [7, VOCAB - 1] + [VOCAB] * (MAX_HELD_STOP_IDS - 2)
+
+
+@pytest.mark.parametrize(
+  ("params", "want"),
+  [
+    ({"top_p": 1e-60}, 3),  # the likeliest alone
+    ({"top_p": 1e-39}, 3),  # a subnormal number, as a float32
+    ({"repetition_penalty": 1e-60}, 2),  # the likeliest of those that the row has
+    ({"repetition_penalty": 1e60}, 3),
+  ],
+)
+def test_values_too_small_or_large_for_a_float32_mean_what_they_say(params, want):
+  logits = np.tile(np.float32([0, -4, 5, 30]), (ROWS, 1))
+  rows = RowState(PageConfig(num_rows=ROWS, page_size=4, pages_per_row=1, num_pages=ROWS), 4)
+  for row in range(ROWS):
+    rows.seat(row, row, 1, SamplingParams(max_tokens=1, temperature=1.0, **params))
+  seen, own = np.tile([True, True, True, False], (ROWS, 1)), np.arange(ROWS)
+  sampled = jax.jit(sample)(logits, rows.sampling(own), own, seen, own)
+  assert sampled.ids.tolist() == [want] * ROWS
 
 
 def test_arrays_given_out_do_not_follow_the_rows():

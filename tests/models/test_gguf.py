@@ -174,9 +174,12 @@ def rope_factors(config, scaling):
 
 def test_rope_scaling(tmp_path):
   path, tensors = tmp_path / "model.gguf", llama_tensors(True)
-  fields = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
-  config, _ = load(write(path, tensors, fields=fields))
-  assert config.rope_scaling == RopeScaling(kind="linear", factor=4.0)
+  linear, factor = {"llama.rope.scaling.type": "linear"}, {"llama.rope.scaling.factor": 4.0}
+  for fields in (linear | factor, factor, {"llama.rope.scale_linear": 4.0}):
+    config, _ = load(write(path, tensors, fields=fields))
+    assert config.rope_scaling == RopeScaling(kind="linear", factor=4.0)
+  none = factor | {"llama.rope.scaling.type": "none"}
+  assert load(write(path, tensors, fields=none))[0].rope_scaling is None
   # Llama 3.1 and 3.2 come with a tensor instead
   plain, _ = load(write(path, tensors))
   for factor in (8.0, 32.0):

@@ -263,6 +263,20 @@ def test_other_names_of_the_same_weights_are_known(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+def test_embeddings_that_are_tied_and_differ_are_refused(tmp_path):
+  """transformers then runs them untied: which of the two is meant, nobody knows."""
+  tied = LLAMA | {"tie_word_embeddings": True}
+  tensors = random_tensors(llama_shapes(tied))
+  embedding = tensors["model.embed_tokens.weight"]
+  other = embedding.copy()
+  other[-1, -1] += 1
+  for copy in (other, embedding.astype(np.float16), embedding[:-1]):
+    folder = write(tmp_path / "model", tensors | {"lm_head.weight": copy}, tied)
+    message = refusal(folder)
+    assert "model.safetensors: tensor lm_head.weight differs from model.embed_tokens" in message
+    assert "tie_word_embeddings" in message
+
+
 def test_each_file_is_opened_once_and_read_in_its_own_order(tmp_path, monkeypatch):
   tensors = random_tensors(llama_shapes())
   names = np.random.default_rng(1).permutation(list(tensors)).tolist()
@@ -407,6 +421,14 @@ def test_any_damage_of_a_header_is_one_error_that_names_the_file(tmp_path):
       num_refused += 1
       assert str(folder) in str(error)
   assert num_refused > 250  # the rest hit the metadata or wrote what was there
+
+
+@pytest.mark.parametrize("text", ["[]", "7", "null", '"a"', "[" * 100_000], ids=lambda t: t[:4])
+def test_a_header_that_is_no_object_names_the_file(text, tmp_path):
+  tensors = random_tensors(llama_shapes())
+  folder = write(tmp_path / "model", tensors)
+  write_file(folder / "model.safetensors", tensors, text)
+  assert "model.safetensors: damaged header" in refusal(folder)
 
 
 def test_wrong_entries_of_a_header_name_the_tensor(tmp_path):

@@ -136,6 +136,12 @@ def test_top_p_counts_within_top_k():
   assert set(draw(logits, 500, top_k=2, top_p=0.6)) == {0, 1}
 
 
+def test_top_p_counts_what_min_p_takes_out():
+  """As in transformers. After min_p, as in vLLM, the first id would be 4/7 and reach 0.55 alone."""
+  logits = np.log(np.array([4, 3, 1, 1, 1], np.float32))
+  assert set(draw(logits, 500, top_p=0.55, min_p=0.5)) == {0, 1}
+
+
 @pytest.mark.once
 def test_no_limit_keeps_ids_of_vanishing_probability():
   logits = np.array([[0, -30, -60]], np.float32)  # the sum of probabilities is 1 after the first

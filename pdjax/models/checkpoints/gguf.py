@@ -91,9 +91,11 @@ def _config(path: pathlib.Path, reader, shapes: dict[str, tuple[int, ...]]) -> M
   if num_turned != head_dim:
     raise ValueError(f"llama.rope.dimension_count={num_turned} of {head_dim} is not supported")
   theta = float(get("llama.rope.freq_base", 10_000.0))
-  kind = get("llama.rope.scaling.type", "none")
+  # As llama.cpp reads it: without a type a factor is linear; files of 2023 have it by another name.
+  factor = get("llama.rope.scaling.factor", get("llama.rope.scale_linear", 0.0))
+  kind = get("llama.rope.scaling.type", "linear" if factor else "none")
   if kind == "linear":
-    scaling = RopeScaling(kind="linear", factor=float(get("llama.rope.scaling.factor")))
+    scaling = RopeScaling(kind="linear", factor=float(factor or get("llama.rope.scaling.factor")))
   elif kind != "none":
     raise ValueError(f"RoPE scaling {kind!r} is not supported (supported: none, linear)")
   elif _ROPE_FACTORS in shapes:

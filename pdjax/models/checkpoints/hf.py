@@ -120,7 +120,8 @@ def open_hf(folder: str | pathlib.Path, *, check_weights: bool = False) -> Check
   Raises:
     FileNotFoundError: config.json is absent.
     ValueError: a file is damaged, a model is not supported, or the tensors are not those that
-      config.json describes: all that are missing, unknown or of another shape, by name.
+      config.json describes: all that are missing, unknown or of another shape, by name. On loading:
+      embeddings that config.json ties and that differ.
   """
   folder = pathlib.Path(folder)
   config = ModelConfig.from_hf(folder / "config.json")
@@ -134,8 +135,15 @@ def open_hf(folder: str | pathlib.Path, *, check_weights: bool = False) -> Check
   wanted = _wanted(names, tensors, config)
   _compare(folder, architecture, names, wanted, tensors, config)
   shapes = param_shapes(config)
+  copy = tensors.get(names["unembedding"]) if config.tie_embeddings else None
+  (embedding,) = (tensors[name] for name, parts in wanted.items() if parts == ["embedding"])
 
   def read() -> Iterator[tuple[str, np.ndarray]]:
+    if copy is not None and not _are_equal(copy, embedding):  # transformers would not tie them
+      raise ValueError(
+        f"{copy.path}: tensor {copy.name} differs from {embedding.name}, with which config.json "
+        f"ties it: set tie_word_embeddings to false there, or remove the tensor"
+      )
     for tensor, stored in _read(tensors[name] for name in wanted):
       if check_weights:
         refuse_non_finite(f"{tensor.path}: tensor {tensor.name}", stored)
@@ -190,7 +198,7 @@ def _read_header(path: pathlib.Path) -> list[_Tensor]:
   try:
     entries = json.loads(header, object_pairs_hook=_unique)
     entries.pop("__metadata__", None)
-  except (ValueError, AttributeError) as error:
+  except (ValueError, TypeError, AttributeError, RecursionError) as error:
     raise ValueError(f"{path}: damaged header ({error})") from error
   tensors = [_entry(path, name, entry, 8 + num_bytes) for name, entry in entries.items()]
   tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
@@ -318,6 +326,22 @@ def _compare(
 
 
 # Weights.
+
+_BYTES_AT_ONCE = 1 << 24
+
+
+def _are_equal(a: _Tensor, b: _Tensor) -> bool:
+  """Whether two tensors are the same bytes. Holds little of them at a time."""
+  if (a.dtype, a.shape) != (b.dtype, b.shape):
+    return False
+  with open(a.path, "rb") as a_file, open(b.path, "rb") as b_file:
+    a_file.seek(a.start)
+    b_file.seek(b.start)
+    for left in range(a.end - a.start, 0, -_BYTES_AT_ONCE):
+      num_bytes = min(left, _BYTES_AT_ONCE)
+      if a_file.read(num_bytes) != b_file.read(num_bytes):
+        return False
+  return True
 
 
 def _read(tensors: Iterable[_Tensor]) -> Iterator[tuple[_Tensor, np.ndarray]]:
