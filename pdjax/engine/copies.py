@@ -140,8 +140,10 @@ def _join(like: Like, parts: Sequence[jax.Array]) -> Payload:
 _HEADER_BYTES = mmap.PAGESIZE
 _MAGIC = b"pdjax-kv"
 _ALIGNMENT = 64  # XLA on a CPU uses memory that is aligned so as it is
-_USED = 16  # where in the header a byte says whether the target still reads
+_STATE = 16  # where in the header a byte says how far the target is
+_OFFERED, _READ, _DONE = range(3)
 MOST_SPARE_BYTES = 256 << 20
+MOST_SPARE = 64  # two file descriptors each; what a target read when it ended stays so for ever
 
 
 class _Segment:
@@ -155,13 +157,13 @@ class _Segment:
     self.memory = mmap.mmap(self.fd, _HEADER_BYTES + num_bytes)
 
   @property
-  def is_used(self) -> bool:
-    return self.memory[_USED] != 0
+  def state(self) -> int:
+    return self.memory[_STATE]
 
   def begin(self, uid: int) -> np.ndarray:
     """Its bytes, for a new offer."""
-    self.memory[:_USED] = _MAGIC + uid.to_bytes(8, "big")
-    self.memory[_USED] = 0
+    self.memory[:_STATE] = _MAGIC + uid.to_bytes(8, "big")
+    self.memory[_STATE] = _OFFERED
     return np.frombuffer(self.memory, np.uint8, self.num_bytes, _HEADER_BYTES)
 
 
@@ -175,7 +177,7 @@ class SharedMemory:
   def __init__(self):
     self._lock = threading.Lock()
     self._offered: dict[int, _Segment] = {}
-    self._spare: list[_Segment] = []  # forgotten; a target may still read
+    self._spare: list[_Segment] = []  # forgotten, oldest first; a target may still read
 
   @property
   def num_offers(self) -> int:
@@ -200,7 +202,7 @@ class SharedMemory:
   def _new_segment(self, num_bytes: int) -> _Segment:
     with self._lock:
       for segment in self._spare:
-        if segment.num_bytes == num_bytes and not segment.is_used:
+        if segment.num_bytes == num_bytes and segment.state == _DONE:
           self._spare.remove(segment)
           return segment
     return _Segment(num_bytes)
@@ -212,11 +214,11 @@ class SharedMemory:
       memory = mmap.mmap(fd, 0)
     finally:
       os.close(fd)
-    if memory[:_USED] != _MAGIC + offer["uid"].to_bytes(8, "big"):
+    if memory[:_STATE] != _MAGIC + offer["uid"].to_bytes(8, "big"):
       raise ValueError(f"offer {offer['uid']} is not there any more")
-    memory[_USED] = 1
+    memory[_STATE] = _READ
     data = np.frombuffer(memory, np.uint8, offset=_HEADER_BYTES)
-    weakref.finalize(data, _mark_unused, memory)  # when no device array is made of it any more
+    weakref.finalize(data, _mark_done, memory)  # when no device array is made of it any more
     wanted = _on_each_device(like)
     got = [(tuple(part["shape"]), offer["dtype"]) for part in offer["parts"]]
     if got != [(part.shape, str(part.dtype)) for part in wanted]:
@@ -227,14 +229,18 @@ class SharedMemory:
   def forget(self, uid: int) -> None:
     with self._lock:
       segment = self._offered.pop(uid, None)
-      if segment is not None:
+      # What was never fetched yet may be by a target that is late: it must find no other's there.
+      if segment is not None and segment.state != _OFFERED:
         self._spare.append(segment)
-      while sum(spare.num_bytes for spare in self._spare) > MOST_SPARE_BYTES:
+      while (
+        len(self._spare) > MOST_SPARE
+        or sum(spare.num_bytes for spare in self._spare) > MOST_SPARE_BYTES
+      ):
         del self._spare[0]
 
 
-def _mark_unused(memory: mmap.mmap) -> None:
-  memory[_USED] = 0
+def _mark_done(memory: mmap.mmap) -> None:
+  memory[_STATE] = _DONE
 
 
 def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
