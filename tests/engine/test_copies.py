@@ -1,6 +1,7 @@
-"""Offers in shared memory: whose memory is written again, and when."""
+"""Offers in shared memory: whose memory is written again, and when. Connections to sources."""
 
 import os
+import types
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from pdjax.engine import copies
-from pdjax.engine.copies import SharedMemory, split_of
+from pdjax.engine.copies import SharedMemory, TransferServer, split_of
 
 pytestmark = pytest.mark.quick
 
@@ -71,3 +72,21 @@ def test_memory_that_targets_read_when_they_ended_is_not_kept_for_ever():
       file.write(bytes([copies._READ]))
     source.forget(uid)
   assert len(os.listdir("/proc/self/fd")) - before <= 2 * copies.MOST_SPARE
+
+
+def test_sources_that_were_started_again_and_again_are_forgotten(monkeypatch):
+  made = []
+
+  class Server:
+    def connect(self, address):
+      made.append(address)
+      return types.SimpleNamespace(pull=lambda uid, wanted: payload(0.0).values())
+
+  transfer = pytest.importorskip("jax.experimental.transfer")
+  monkeypatch.setattr(transfer, "start_transfer_server", lambda *_: Server())
+  target = TransferServer("127.0.0.1", 1.0)
+  for life in range(100):
+    for address in ("stays", f"life {life}"):
+      target.fetch({"uid": 1, "address": address}, like())
+  assert made == ["stays", *(f"life {life}" for life in range(100))]
+  assert len(target._connections) == copies.MOST_CONNECTIONS
