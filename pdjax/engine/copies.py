@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pdjax.engine.transfer import Payload
+from pdjax.remote.executor import STEP_TIMEOUT_S
 from pdjax.remote.protocol import Heads, LayerRange, Split, WorkerSetup
 
 Like = Mapping[LayerRange, jax.ShapeDtypeStruct]
@@ -437,4 +438,6 @@ def _with_heads(shape: tuple[int, ...], heads: Heads) -> tuple[int, ...]:
 def make_copies(setup: WorkerSetup, host: str = "127.0.0.1") -> Copies:
   if setup.copies == "shared_memory":
     return SharedMemory()
-  return TransferServer(host, setup.copy_timeout_s)
+  # Not a copy's time-out: its target may have hung for nearly as long as a coordinator lets it, and
+  # what is pulled when the server has let go of it stays pending for ever.
+  return TransferServer(host, setup.copy_timeout_s + STEP_TIMEOUT_S)
