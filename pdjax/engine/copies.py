@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pdjax.engine.transfer import Payload
+from pdjax.remote.executor import STEP_TIMEOUT_S
 from pdjax.remote.protocol import Heads, LayerRange, Split, WorkerSetup
 
 Like = Mapping[LayerRange, jax.ShapeDtypeStruct]
@@ -140,8 +141,10 @@ def _join(like: Like, parts: Sequence[jax.Array]) -> Payload:
 _HEADER_BYTES = mmap.PAGESIZE
 _MAGIC = b"pdjax-kv"
 _ALIGNMENT = 64  # XLA on a CPU uses memory that is aligned so as it is
-_USED = 16  # where in the header a byte says whether the target still reads
+_STATE = 16  # where in the header a byte says how far the target is
+_OFFERED, _READ, _DONE = range(3)
 MOST_SPARE_BYTES = 256 << 20
+MOST_SPARE = 64  # two file descriptors each; what a target read when it ended stays so for ever
 
 
 class _Segment:
@@ -155,13 +158,13 @@ class _Segment:
     self.memory = mmap.mmap(self.fd, _HEADER_BYTES + num_bytes)
 
   @property
-  def is_used(self) -> bool:
-    return self.memory[_USED] != 0
+  def state(self) -> int:
+    return self.memory[_STATE]
 
   def begin(self, uid: int) -> np.ndarray:
     """Its bytes, for a new offer."""
-    self.memory[:_USED] = _MAGIC + uid.to_bytes(8, "big")
-    self.memory[_USED] = 0
+    self.memory[:_STATE] = _MAGIC + uid.to_bytes(8, "big")
+    self.memory[_STATE] = _OFFERED
     return np.frombuffer(self.memory, np.uint8, self.num_bytes, _HEADER_BYTES)
 
 
@@ -175,7 +178,7 @@ class SharedMemory:
   def __init__(self):
     self._lock = threading.Lock()
     self._offered: dict[int, _Segment] = {}
-    self._spare: list[_Segment] = []  # forgotten; a target may still read
+    self._spare: list[_Segment] = []  # forgotten, oldest first; a target may still read
 
   @property
   def num_offers(self) -> int:
@@ -200,7 +203,7 @@ class SharedMemory:
   def _new_segment(self, num_bytes: int) -> _Segment:
     with self._lock:
       for segment in self._spare:
-        if segment.num_bytes == num_bytes and not segment.is_used:
+        if segment.num_bytes == num_bytes and segment.state == _DONE:
           self._spare.remove(segment)
           return segment
     return _Segment(num_bytes)
@@ -212,11 +215,11 @@ class SharedMemory:
       memory = mmap.mmap(fd, 0)
     finally:
       os.close(fd)
-    if memory[:_USED] != _MAGIC + offer["uid"].to_bytes(8, "big"):
+    if memory[:_STATE] != _MAGIC + offer["uid"].to_bytes(8, "big"):
       raise ValueError(f"offer {offer['uid']} is not there any more")
-    memory[_USED] = 1
+    memory[_STATE] = _READ
     data = np.frombuffer(memory, np.uint8, offset=_HEADER_BYTES)
-    weakref.finalize(data, _mark_unused, memory)  # when no device array is made of it any more
+    weakref.finalize(data, _mark_done, memory)  # when no device array is made of it any more
     wanted = _on_each_device(like)
     got = [(tuple(part["shape"]), offer["dtype"]) for part in offer["parts"]]
     if got != [(part.shape, str(part.dtype)) for part in wanted]:
@@ -227,14 +230,18 @@ class SharedMemory:
   def forget(self, uid: int) -> None:
     with self._lock:
       segment = self._offered.pop(uid, None)
-      if segment is not None:
+      # What was never fetched yet may be by a target that is late: it must find no other's there.
+      if segment is not None and segment.state != _OFFERED:
         self._spare.append(segment)
-      while sum(spare.num_bytes for spare in self._spare) > MOST_SPARE_BYTES:
+      while (
+        len(self._spare) > MOST_SPARE
+        or sum(spare.num_bytes for spare in self._spare) > MOST_SPARE_BYTES
+      ):
         del self._spare[0]
 
 
-def _mark_unused(memory: mmap.mmap) -> None:
-  memory[_USED] = 0
+def _mark_done(memory: mmap.mmap) -> None:
+  memory[_STATE] = _DONE
 
 
 def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
@@ -263,6 +270,7 @@ def _write(view: np.ndarray, payload: Payload, layers: LayerRange, heads: tuple[
 # The transfer server ------------------------------------------------------------------------------
 
 MOST_PARTS = 1 << 10  # of an offer
+MOST_CONNECTIONS = 32  # to sources; a process that ended keeps its sockets until it is forgotten
 NUM_SOCKETS = 4  # 1.3 GB/s, against 0.9 by one (256 MB, jax 0.11, two processes on two cores)
 
 
@@ -285,7 +293,7 @@ class TransferServer:
     )
     self._offer_timeout_s = offer_timeout_s
     self._lock = threading.Lock()
-    self._connections: dict[str, Any] = {}
+    self._connections: dict[str, Any] = {}  # by address, that used last at the end
     self._slice = jax.jit(jax.lax.slice, static_argnums=(1, 2))
     self._concatenate = jax.jit(jnp.concatenate, static_argnums=1)
 
@@ -393,9 +401,13 @@ class TransferServer:
 
   def _connect(self, address: str) -> Any:
     with self._lock:
-      if address not in self._connections:
-        self._connections[address] = self._server.connect(address)
-      return self._connections[address]
+      connection = self._connections.pop(address, None)
+      if connection is None:
+        connection = self._server.connect(address)
+      self._connections[address] = connection
+      if len(self._connections) > MOST_CONNECTIONS:  # what it pulls yet still comes
+        del self._connections[next(iter(self._connections))]
+      return connection
 
   def forget(self, uid: int) -> None:
     """The server lets go of what was pulled, and after a time of what was not."""
@@ -426,4 +438,6 @@ def _with_heads(shape: tuple[int, ...], heads: Heads) -> tuple[int, ...]:
 def make_copies(setup: WorkerSetup, host: str = "127.0.0.1") -> Copies:
   if setup.copies == "shared_memory":
     return SharedMemory()
-  return TransferServer(host, setup.copy_timeout_s)
+  # Not a copy's time-out: its target may have hung for nearly as long as a coordinator lets it, and
+  # what is pulled when the server has let go of it stays pending for ever.
+  return TransferServer(host, setup.copy_timeout_s + STEP_TIMEOUT_S)

@@ -180,7 +180,7 @@ class Connection:
     del self._received[: 4 + num_bytes]
     try:
       message = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # strangers are read before they prove anything
       raise ProtocolError(f"a frame that is no JSON: {data[:40]!r}") from error
     if not isinstance(message, dict):
       raise ProtocolError(f"a frame that is no JSON object: {data[:40]!r}")
@@ -224,15 +224,18 @@ def greet(connection: Connection, secret: str, *, is_worker: bool) -> None:
     raise ProtocolError(
       f"the {them} speaks version {hello.get('pdjax')!r} of the protocol, this {us} {VERSION}"
     )
-  if hello.get("role") != them or not isinstance(hello.get("nonce"), str):
+  if hello.get("role") != them or not _is_text(hello.get("nonce")):
     raise ProtocolError(f"a {them} was expected to say hello, not {hello}")
   nonces = {us: own, them: hello["nonce"]}
   connection.send({"proof": _proof(secret, us, nonces)})
   proof = _hello(connection, us).get("proof")
-  if not isinstance(proof, str) or not hmac.compare_digest(
-    proof.encode(), _proof(secret, them, nonces).encode()
-  ):
+  if not (_is_text(proof) and hmac.compare_digest(proof, _proof(secret, them, nonces))):
     raise ProtocolError(f"the {them} does not know the secret of this {us}")
+
+
+def _is_text(value: Any) -> bool:
+  """Whether it can be encoded: JSON may also name halves of a pair of surrogates."""
+  return isinstance(value, str) and value.isascii()
 
 
 def _hello(connection: Connection, us: str) -> Message:

@@ -97,6 +97,18 @@ def test_another_version_is_named(ends):
     greet(coordinator, "secret", is_worker=False)
 
 
+def test_a_nonce_and_a_proof_that_cannot_be_encoded_are_refused(ends):
+  coordinator, stranger = ends
+  hello = {"pdjax": protocol.VERSION, "role": "worker"}
+  stranger.send(hello | {"nonce": "\ud800"})
+  with pytest.raises(ProtocolError, match="was expected to say hello"):
+    greet(coordinator, "secret", is_worker=False)
+  stranger.send(hello | {"nonce": "00"})
+  stranger.send({"proof": "\ud800"})
+  with pytest.raises(ProtocolError, match="does not know the secret"):
+    greet(coordinator, "secret", is_worker=False)
+
+
 def test_two_workers_do_not_greet_each_other(ends):
   coordinator, worker = ends
   worker.send({"pdjax": protocol.VERSION, "role": "coordinator", "nonce": "00"})
@@ -111,6 +123,7 @@ def test_two_workers_do_not_greet_each_other(ends):
     (b"\x00\x00\x00\x05hello", "no JSON"),
     (b"\x00\x00\x00\x02[]", "no JSON object"),
     (b"\x80\x04\x95.", "another protocol"),  # a pickle
+    (b"\x00\x00\x0f\xa0" + b"[" * 4000, "no JSON"),
   ],
 )
 def test_a_peer_that_speaks_something_else_is_told_apart(ends, data, says):

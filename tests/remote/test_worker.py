@@ -255,6 +255,22 @@ def test_a_copy_whose_worker_is_killed_is_never_used(pools, here, killed):
     assert np.array_equal(read(target, here, (0, 1)), before)
 
 
+def test_a_target_that_hung_for_longer_than_a_copy_may_take_still_finds_the_offer(pools, here):
+  """Else it would wait for ever, with a thread and the pages that it asked for."""
+  source, target = pools
+  prefill(source)
+  exported = source.export(hand_over(), page_ids=(0, 1, 2), now_s=0.0)
+  os.kill(target.process_id, signal.SIGSTOP)
+  try:
+    ticket = target.import_(exported, row=0, page_ids=(4, 5, 6), now_s=0.0)
+    time.sleep(COPY_TIMEOUT_S + 1)
+  finally:
+    os.kill(target.process_id, signal.SIGCONT)
+  assert ticket.result() is None
+  source.drop(exported)
+  assert np.array_equal(read(source, here, (0, 1)), read(target, here, (4, 5)))
+
+
 def test_pages_that_were_never_offered_fail_in_time_and_change_nothing(pools, here):
   source, target = pools
   prefill(source)
