@@ -42,7 +42,7 @@ MS = 1e3
 # Figure 1 -----------------------------------------------------------------------------------------
 
 FIG1 = "configs/distserve/fig1.py"
-FIG1_RATES = {"existing": range(1, 6), "prefill_only": range(1, 14), "decode_only": range(1, 15)}
+FIG1_RATES = {"existing": range(1, 6), "prefill_only": range(1, 14), "decode_only": range(1, 16)}
 
 
 def fig1_configs() -> dict[str, ExperimentConfig]:
