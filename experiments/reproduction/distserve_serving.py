@@ -52,11 +52,23 @@ def judge_gain(
   than `AHEAD`.
   """
   found, published = (gain(axis, *(crossing.x for crossing in pair)) for pair in (here, there))
-  words = f"{found:.3g} here ({_against(here)}), {published:.3g} there ({_against(there)})."
+  words = ", ".join(
+    f"{bound(pair)}{number:.3g} {where} ({_against(pair)})"
+    for where, number, pair in (("here", found, here), ("there", published, there))
+  )
+  words = f"{words[0].upper()}{words[1:]}."
   is_alike = [crossing.kind for crossing in here] == [crossing.kind for crossing in there]
   if is_alike and abs(found / published - 1) <= WITHIN:
     return Judged(HOLDS, words)
   return Judged(IN_PART if found > AHEAD else NOT, words)
+
+
+def bound(pair: tuple[Crossing, Crossing]) -> str:
+  """What a gain is short of a number where a crossing is beyond what was tried."""
+  ours, theirs = (crossing.kind for crossing in pair)
+  is_more = ours == "above everywhere" or theirs == "below everywhere"
+  is_less = ours == "below everywhere" or theirs == "above everywhere"
+  return "perhaps " if is_more and is_less else "at least " * is_more + "at most " * is_less
 
 
 def _against(pair: tuple[Crossing, Crossing]) -> str:
