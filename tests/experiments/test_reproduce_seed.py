@@ -235,6 +235,8 @@ def test_taichis_orders_are_judged_by_size():
   assert _verdicts(crossover.judge_taichi({Group("a100", 20): turned})) == [NOT] * 3
   some = as_published | {Group("a100", n): turned for n in (8, 12)}
   assert _verdicts(crossover.judge_taichi(some)) == [IN_PART] * 3
+  most = {Group("a100", 20): dict(TAICHI) | {(6.0, 0.1): (16, 99)}}  # one serves most requests
+  assert _verdicts(crossover.judge_taichi(most)) == [HOLDS, HOLDS, NOT]
   level = {Group("a100", 20): {pair: (90.0, 91.0) for pair in TAICHI}}
   assert _verdicts(crossover.judge_taichi(level)) == [NOT] * 3
 
