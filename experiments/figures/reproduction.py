@@ -91,7 +91,7 @@ def draw(
       {Bars: _bars, Lanes: _lanes}.get(type(panel), _curves)(axes, panel)
     for axes in every[len(panels) :]:
       axes.set_axis_off()
-    title = textwrap.fill(title, int(LETTERS_PER_INCH * size[0]))
+    title = textwrap.fill(title, int(LETTERS_PER_INCH * size[0]), break_on_hyphens=False)
     figure.suptitle(title, x=0.01, ha="left", weight="bold")
     curves = [axes for axes, panel in zip(every, panels) if isinstance(panel, Panel)]
     _legends_off_data(figure, curves)

@@ -225,8 +225,8 @@ def fig10(bench: Bench) -> Found:
   within = _share_within(copies_ms)
   decode = [runs["175b", rate]["percent"]["decode"] for rate in published.FIG10_RATES]
   panels = [
-    Bars("(a) OPT-175B, SYNTHETIC step times", "share of a request's time (%)", list(PHASES),
-         values, is_stacked=True),
+    Bars("(a) 175B (SYNTHETIC steps) by requests/s a GPU", "share of a request's time (%)",
+         list(PHASES), values, is_stacked=True),
     Panel("(b) time of a transfer (circles: published)", "ms", "share of the requests", series,
           is_log_x=True),
   ]  # fmt: skip
