@@ -263,9 +263,12 @@ def test_kv_is_judged_by_bytes_and_by_the_copy():
 
 
 def test_utilisation_is_judged_by_its_best_step():
-  assert _verdicts(seed.judge_utilisation({"a": 0.95}, {"a": 0.1})) == [HOLDS, HOLDS]
-  assert _verdicts(seed.judge_utilisation({"a": 0.85}, {"a": 0.1, "b": 0.3})) == [IN_PART, IN_PART]
-  assert _verdicts(seed.judge_utilisation({"a": 0.6}, {"a": 0.5})) == [NOT, NOT]
+  low, growing, high = {1: 0.01, 256: 0.1}, {1: 0.01, 256: 0.3}, {1: 0.3, 256: 0.5}
+  judge = seed.judge_utilisation
+  assert _verdicts(judge({"a": 0.95}, {"a": low})) == [HOLDS, HOLDS]
+  assert _verdicts(judge({"a": 0.85}, {"a": low, "b": high})) == [IN_PART, IN_PART]
+  assert _verdicts(judge({"a": 0.85}, {"a": growing})) == [IN_PART, IN_PART]  # with many rows
+  assert _verdicts(judge({"a": 0.6}, {"a": high})) == [NOT, NOT]
 
 
 def _stalls(longest_s: float) -> dict:
