@@ -85,7 +85,6 @@ def run(prepared: Prepared | None) -> int:
     data_dir=pathlib.Path(FLAGS.data_dir),
     trace_dir=pathlib.Path(FLAGS.trace_dir),
   )
-  had_runs = (prepared.kept / "points.jsonl").exists()
   entries: list[Entry] = []
   num_failed, was_interrupted, start_s = 0, False, time.monotonic()
   with contextlib.closing(prepared.sweep):
@@ -108,7 +107,7 @@ def run(prepared: Prepared | None) -> int:
       )
       print(_report(entry), flush=True)
   if entries:
-    write_page(entries, prepared.out, time.monotonic() - start_s, had_runs)
+    write_page(entries, prepared.out, time.monotonic() - start_s, bench.num_kept)
     print(
       f"{counts_line(entries)}\nwrote {prepared.out / 'REPRODUCTION.md'}, and "
       f"{files / 'index.html'} with tables and pictures beside it"
@@ -159,10 +158,10 @@ def _report(entry: Entry) -> str:
   return "\n".join(lines)
 
 
-def write_page(entries: list[Entry], out: pathlib.Path, took_s: float, had_runs: bool) -> None:
-  """Writes both pages. `had_runs`: some were kept from before, and took their time then."""
+def write_page(entries: list[Entry], out: pathlib.Path, took_s: float, num_kept: int) -> None:
+  """Writes both pages. So many runs were kept from before, and took their time then."""
   quick = " --quick" if FLAGS.quick else ""
-  beside = " beside runs kept from before" if had_runs else ""
+  beside = f" beside {num_kept:,} runs kept from before" if num_kept else ""
   made = (
     f"Made by `python -m experiments.reproduce --figure={FLAGS.figure}{quick}` in "
     f"{took_s / 60:.1f} minutes{beside}, {time.strftime('%d %b %Y')}, on {os.cpu_count()} cores "

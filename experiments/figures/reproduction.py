@@ -10,7 +10,7 @@ import math
 import pathlib
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from experiments.figures.serving import KIND_COLOURS, STYLE, _matplotlib
 
@@ -18,6 +18,7 @@ from experiments.figures.serving import KIND_COLOURS, STYLE, _matplotlib
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255")
 DPI = 72
 LETTERS_PER_INCH = 7  # of a title
+LEGEND_LINE_INCHES = 0.27  # of a legend below a panel
 SOURCES = {  # how a series is drawn
   "ours": {"linestyle": "-", "marker": ".", "linewidth": 2},
   "long": {"linestyle": ":", "marker": "", "linewidth": 1.5},  # of long runs, another model, ...
@@ -77,8 +78,8 @@ class Lanes(NamedTuple):
 
 def draw(
   panels: Sequence[Panel | Bars | Lanes], path: pathlib.Path, title: str, *, columns: int = 3
-) -> None:
-  """Writes all panels, in rows of `columns`."""
+) -> Any:
+  """Writes all panels, in rows of `columns`, and returns the figure."""
   mpl = _matplotlib()
   columns = min(columns, len(panels))
   rows = math.ceil(len(panels) / columns)
@@ -90,9 +91,44 @@ def draw(
       {Bars: _bars, Lanes: _lanes}.get(type(panel), _curves)(axes, panel)
     for axes in every[len(panels) :]:
       axes.set_axis_off()
-    title = textwrap.fill(title, int(LETTERS_PER_INCH * size[0]))
+    title = textwrap.fill(title, int(LETTERS_PER_INCH * size[0]), break_on_hyphens=False)
     figure.suptitle(title, x=0.01, ha="left", weight="bold")
+    curves = [axes for axes, panel in zip(every, panels) if isinstance(panel, Panel)]
+    _legends_off_data(figure, curves)
     figure.savefig(path, dpi=DPI)
+    return figure
+
+
+def _legends_off_data(figure, curves: Sequence) -> None:
+  """Puts legends that would lie over points or curves below their panels, and makes room there."""
+  figure.dpi = DPI
+  figure.draw_without_rendering()  # only now the places of all are known
+  moved: dict[int, int] = {}  # lines of the longest legend, by row of panels
+  for axes in curves:
+    legend = axes.get_legend()
+    if legend is not None and _is_over_data(axes, legend.get_window_extent()):
+      row, labels = axes.get_subplotspec().rowspan.start, len(legend.get_texts())
+      moved[row] = max(moved.get(row, 0), math.ceil(labels / 2))
+      axes.legend(
+        fontsize="small", loc="upper left", bbox_to_anchor=(0, -0.13), ncols=2, columnspacing=1
+      )
+  if moved:
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(width, height + LEGEND_LINE_INCHES * sum(moved.values()))
+
+
+def _is_over_data(axes, box) -> bool:
+  """Whether a point or a curve of a panel lies in a box of the drawing."""
+  for line in axes.lines:
+    if line.get_transform() != axes.transData:
+      continue  # a target, which runs behind a legend without harm
+    path = line.get_transform().transform_path(line.get_path())
+    is_curve = line.get_linestyle() not in ("", "None")
+    if is_curve and path.intersects_bbox(box, filled=False):
+      return True
+    if box.padded(line.get_markersize() / 2).count_contains(path.vertices):
+      return True
+  return False
 
 
 def _curves(axes, panel: Panel) -> None:
@@ -107,12 +143,10 @@ def _curves(axes, panel: Panel) -> None:
   if panel.is_log_x:
     axes.set_xscale("log", base=2 if all(_is_power_of_2(x) for s in panel.series
                                          for x, _ in s.points) else 10)  # fmt: skip
-    axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-    axes.xaxis.set_minor_formatter(lambda x, _: "")
+    _label_log(axes.xaxis)
   if panel.is_log_y:
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
-    axes.yaxis.set_minor_formatter(lambda y, _: "")
+    _label_log(axes.yaxis)
   axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
   axes.set_ylim(*panel.ylim)
   axes.set_xlim(*panel.xlim)
@@ -120,6 +154,24 @@ def _curves(axes, panel: Panel) -> None:
     axes.invert_xaxis()
   axes.grid(alpha=0.3)
   axes.legend(fontsize="small")
+
+
+def _label_log(axis) -> None:
+  """Plain numbers at the powers of a logarithmic axis; where it shows fewer than two of these, also
+  between them, as one label says nothing of a scale.
+  """
+
+  def between(value: float, _) -> str:
+    low, high = sorted(axis.get_view_interval())
+    if sum(low <= at <= high for at in axis.get_majorticklocs()) > 1:
+      return ""
+    digit = value / 10 ** math.floor(math.log10(value))
+    labelled = (2, 3, 4, 5, 6, 8) if high <= 10 * low else (2, 5)  # more would run into each other
+    is_between_digits = abs(digit - round(digit)) > 1e-6
+    return f"{value:g}" if is_between_digits or round(digit) in labelled else ""
+
+  axis.set_major_formatter(lambda value, _: f"{value:g}")
+  axis.set_minor_formatter(between)
 
 
 def _is_power_of_2(x: float) -> bool:
@@ -154,8 +206,7 @@ def _bars(axes, panel: Bars) -> None:
     axes.axhline(value, color="#666666", linestyle="--", linewidth=1.2, label=label)
   if panel.is_log_y:
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
-    axes.yaxis.set_minor_formatter(lambda y, _: "")
+    _label_log(axes.yaxis)
   longest = max(map(len, groups))
   turn = {"rotation": 30, "ha": "right"} if len(groups) * longest > 40 else {}
   axes.set_xticks(range(len(groups)), groups, **turn)

@@ -129,6 +129,11 @@ class Bench:
       self._shared[make] = make(self)
     return self._shared[make]
 
+  @property
+  def num_kept(self) -> int:
+    """How many runs and probes of commands before this one were taken over."""
+    return self._points.num_used_before + self._probes.num_used_before
+
   def show(self, text: str) -> None:
     """Shows where a figure has come to."""
     self._progress.update(text)

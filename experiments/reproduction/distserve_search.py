@@ -226,7 +226,7 @@ def table5(bench: Bench) -> Found:
     compared=compared,
     draw=functools.partial(
       draw,
-      [Bars("(OPT-175B: SYNTHETIC step times)", "goodput a GPU (1/s)", RATE_LABELS, bars)],
+      [Bars("SYNTHETIC lengths; 175b: step times too", "goodput a GPU (1/s)", RATE_LABELS, bars)],
       title="DistServe Table 5: what the search chooses",
     ),
     notes=[

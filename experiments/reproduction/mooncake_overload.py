@@ -383,7 +383,9 @@ def make_fig12(bench: Bench) -> Found:
       f"sees alone in Mooncake's cluster. TBT is {TBT}; by TPOT, which forgives a stall, the gain "
       "is " + ", ".join(f"{gain:+.0f} % ({p})" for p, gain in gains["tpot_s"].items())
       + f". Rates are {shares[1] / shares[0]:.2f} times apart.",
-      "vLLM has no prefix cache, as in the report; with one it is the third curve.",
+      "vLLM has no prefix cache, as in the report; with one it is the third curve. In the "
+      "report it had to take long requests one by one; here it takes as many as come, and in "
+      "seed/headlines as few as serve most.",
       CACHE_NOTE,
     ],
   )  # fmt: skip

@@ -11,6 +11,7 @@ from experiments.reproduction import published_sarathi as published
 from experiments.reproduction.bench import Bench
 from experiments.reproduction.figure import Compared, Figure, Found, Judged
 from experiments.reproduction.sarathi_systems import (
+  A40_NOTE,
   DEPLOYMENTS,
   LONGEST,
   NEAR,
@@ -245,7 +246,12 @@ def _capacity_found(
     draw=lambda path: draw(
       [panel(dataset) for panel in (bars, gains) for dataset in LONGEST], path, title, columns=2
     ),
-    notes=[capacity_note(bench), SYNTHETIC, *_rule_notes(models)],
+    notes=[
+      capacity_note(bench),
+      SYNTHETIC,
+      *([A40_NOTE] if "LLaMA2-70B" in models else []),
+      *_rule_notes(models),
+    ],
   )
 
 
@@ -292,7 +298,7 @@ def fig11(bench: Bench) -> Found:
     ("Falcon-180B", "strict", "vLLM", published.OVER_VLLM["Falcon-180B"]),
     ("Falcon-180B", "relaxed", "vLLM", published.OVER_VLLM_FALCON_RELAXED),
   ]
-  title = "Sarathi-Serve, figure 11: capacity of two stages (simulated)"
+  title = "Sarathi-Serve, figure 11: capacity of two stages (simulated; A40 partly STAND-INS)"
   return _capacity_found(bench, ("LLaMA2-70B", "Falcon-180B"), title, own)
 
 

@@ -199,7 +199,9 @@ def fig13(bench: Bench) -> Found:
       Compared("Sarathi over vLLM TP4-PP2, strict", published.FIG13_RATIOS[1], ours[1], "x"),
     ],
     draw=lambda path: draw(
-      [curves, bars], path, "Sarathi-Serve, figure 13: Falcon-180B over two hosts (simulated)"
+      [curves, bars],
+      path,
+      "Sarathi-Serve, figure 13: Falcon-180B over two hosts (simulated; TP8's link a STAND-IN)",
     ),
     notes=[
       capacity_note(bench),

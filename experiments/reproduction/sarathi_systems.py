@@ -30,6 +30,7 @@ STRICT, RELAXED = 5, 25  # decode steps: section 5.1
 RULE_ROWS, RULE_CONTEXT = 32, 4096
 
 
+A40_NOTE = "LLaMA2-70B: attention and all-reduces of the A40 are stand-ins (`configs/hardware.py`)."
 SYNTHETIC = (
   "Lengths are synthetic: ShareGPT's by quantiles of its file, arXiv's by table 2, as its sample "
   "was never published."

@@ -14,6 +14,7 @@ from experiments.reproduction import published_sarathi as published
 from experiments.reproduction.bench import Bench
 from experiments.reproduction.figure import Compared, Figure, Found
 from experiments.reproduction.sarathi_systems import (
+  A40_NOTE,
   DEPLOYMENTS,
   LONGEST,
   judged_share,
@@ -179,12 +180,12 @@ def tab3(bench: Bench) -> Found:
         )
       ],
       path,
-      "Sarathi-Serve, table 3: SLOs by its rule (analytic)",
+      "Sarathi-Serve, table 3: SLOs by its rule (analytic; A40 partly STAND-INS)",
     ),
     notes=[
       "Where ours differ from the published by more than 20 % (LLaMA2-70B, Falcon-180B) capacities "
       "are searched with both and judged by ours: the rule is the paper's.",
-      "LLaMA2-70B: attention and all-reduces of the A40 are stand-ins (`configs/hardware.py`).",
+      A40_NOTE,
     ],
   )  # fmt: skip
 

@@ -25,7 +25,7 @@ from experiments.reproduction.crossover_rates import (
   sweep_rates,
   tuned,
 )
-from experiments.reproduction.distserve_serving import gain, published_gains
+from experiments.reproduction.distserve_serving import bound, gain, published_gains
 from experiments.reproduction.distserve_systems import STUDIES, Study, curves_of, runs_of
 from experiments.reproduction.figure import (
   HOLDS,
@@ -59,6 +59,7 @@ class Gain(NamedTuple):
 
   ours: float | None
   judged: Judged
+  bound: str = ""  # where the gain is no more than a bound: `at least `, `at most `
 
 
 def judge_percent(ours: float | None, published: float, how: str) -> Gain:
@@ -83,7 +84,7 @@ def distserve_gain(bench: Bench, name: str, study: Study, axis: str, baseline: s
     curves_of(study, runs, *study.judged(system))[axis].crossing(100 * SHARE)
     for system in ("distserve", baseline)
   )
-  return Gain(gain(axis, ours.x, theirs.x), judged)
+  return Gain(gain(axis, ours.x, theirs.x), judged, bound((ours, theirs)))
 
 
 # Sarathi-Serve ------------------------------------------------------------------------------------
@@ -236,13 +237,17 @@ def measured(headline: Headline, bench: Bench) -> Gain:
 
 def make_headlines(bench: Bench) -> Found:
   gains = [measured(headline, bench) for headline in HEADLINES]
+  labelled = [
+    (f"{_label(h)}{gain.bound and f' ({gain.bound.strip()})'}", h, gain)
+    for h, gain in zip(HEADLINES, gains)
+  ]
   bars = [
     Bars(
       title,
       unit,
       ("ours",),
-      {_label(h): (gain.ours,) for h, gain in zip(HEADLINES, gains) if h.unit == unit},
-      published={(_label(h), "ours"): h.published for h in HEADLINES if h.unit == unit},
+      {label: (gain.ours,) for label, h, gain in labelled if h.unit == unit},
+      published={(label, "ours"): h.published for label, h, _ in labelled if h.unit == unit},
     )
     for title, unit in (("Times as much", "x"), ("More", "% more"))
   ]
@@ -253,7 +258,11 @@ def make_headlines(bench: Bench) -> Found:
       for h, gain in zip(HEADLINES, gains)
     ],
     judged=[gain.judged for gain in gains],
-    compared=[Compared(_label(h), h.published, g.ours, h.unit) for h, g in zip(HEADLINES, gains)],
+    # A bound is off by no number.
+    compared=[
+      Compared(_label(h), h.published, None if gain.bound else gain.ours, h.unit)
+      for h, gain in zip(HEADLINES, gains)
+    ],
     draw=lambda path: draw(bars, path, "Headlines (simulated; MII a STAND-IN, Mooncake SYNTHETIC)"),
     notes=(
       "Stand-ins: MII is chunked prefill by our roofline; Mooncake's clusters serve synthetic "

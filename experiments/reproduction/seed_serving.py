@@ -65,7 +65,7 @@ def judge_stall(prefill_s: float, whole: Mapping[str, Any], chunked: Mapping[str
     Judged(
       HOLDS if gap_s >= 0.8 * prefill_s else NOT,
       f"Its longest gap is {1e3 * gap_s:.0f} ms; the prefill alone takes {1e3 * prefill_s:.0f} ms, "
-      f"a decode of one row {1e3 * whole['itl_s'][0]:.0f} ms (the median gap).",
+      f"the median gap is {1e3 * whole['itl_s'][0]:.0f} ms.",
     ),
     Judged(
       HOLDS if share <= 0.4 else IN_PART if share < 0.9 else NOT,

@@ -43,11 +43,20 @@ class ProbeCache:
           self._found[record["key"]] = from_plain(result, record["outcome"])
         except (ValueError, TypeError, KeyError):
           continue  # cut off, or of another version: it is run again
+    self._before = frozenset(self._found)
+    self._used: set[str] = set()
 
   def __len__(self) -> int:
     return len(self._found)
 
+  @property
+  def num_used_before(self) -> int:
+    """How many that the file had from the beginning were asked for. Of other code none are."""
+    return len(self._used)
+
   def get(self, key: str) -> Any | None:
+    if key in self._before:
+      self._used.add(key)
     return self._found.get(key)
 
   def add(self, key: str, label: str, outcome: Any) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pathlib
+from typing import NamedTuple
 
 import pytest
 
+from experiments.program import SILENT
 from experiments.reproduction import reduce
-from experiments.reproduction.bench import _source
+from experiments.reproduction.bench import Bench, _source
 from experiments.reproduction.figure import HOLDS, MISSING, NOT, Compared, Figure, Found, Judged
 from experiments.reproduction.page import Entry, counted, counts, markdown, web_page
 
@@ -89,3 +91,39 @@ def test_what_is_kept_depends_on_all_that_its_reducer_names():
   assert own.keys() >= {"slowest_micros", "_micros", "_tbt_s"}
   assert _source(reduce.stalls).keys() >= {"stalls", "STALL_PERCENTS"}
   assert "outpouring" not in _source(reduce.requests)
+
+
+class _Run(NamedTuple):
+  """A point whose result is known."""
+
+  code: str
+
+  def key(self) -> str:
+    return self.code
+
+
+class _Known:
+  """A sweep that computes nothing."""
+
+  def run(self, work, todo):
+    for item in todo:
+      yield item, [1.0]
+
+
+def test_only_runs_that_a_command_takes_over_are_kept_from_before(tmp_path: pathlib.Path):
+  def num_kept(*codes: str) -> int:
+    bench = Bench(
+      out=tmp_path,
+      sweep=_Known(),
+      progress=SILENT,
+      quick=False,
+      data_dir=tmp_path,
+      trace_dir=tmp_path,
+    )
+    for _ in range(2):  # its own runs are not from before when a second figure asks for them
+      assert list(bench.run({code: _Run(code) for code in codes}).values()) == [[1.0]] * len(codes)
+    return bench.num_kept
+
+  assert num_kept("old code") == 0
+  assert num_kept("new code") == 0  # though there is a file with runs
+  assert num_kept("new code", "old code", "newest code") == 2

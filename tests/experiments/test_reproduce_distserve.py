@@ -286,6 +286,17 @@ def test_a_gain_over_a_curve_that_never_crosses_holds_where_the_published_one_do
   assert judge_gain("rate", (crossing, never), (crossing, never)).verdict == HOLDS
 
 
+def test_a_gain_over_what_was_never_seen_to_cross_is_called_a_bound():
+  crossing = Crossing(2.0, "crosses")
+  low, high = Crossing(0.5, "below everywhere"), Crossing(4.0, "above everywhere")
+  words = [
+    judge_gain("rate", pair, (crossing, crossing)).why
+    for pair in ((crossing, low), (crossing, high), (crossing, crossing), (high, low), (high, high))
+  ]
+  starts = ["At least 4 here", "At most 0.5 here", "1 here", "At least 8 here", "Perhaps 1 here"]
+  assert [why[: len(start)] for why, start in zip(words, starts)] == starts
+
+
 def _pair(ours, theirs):
   return Crossing(ours, "crosses"), Crossing(theirs, "crosses")
 

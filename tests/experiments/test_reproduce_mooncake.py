@@ -183,7 +183,8 @@ def test_verdicts_on_hit_rates():
     ({"conversation": 0.40, "synthetic": 0.47},),
     ({"conversation": 0.30, "synthetic": 0.47},),
     ({"conversation": 0.90, "synthetic": 0.47},),
-  ) == [HOLDS, IN_PART, NOT]
+    ({"conversation": 0.40, "synthetic": 0.52},),  # near the published share, and above a half
+  ) == [HOLDS, IN_PART, NOT, NOT]
   blocks = (None, 50_000, 1000)
   good = {"x": {"lru": [0.5, 0.5, 0.3], "lfu": [0.5, 0.4, 0.3], "length": [0.5, 0.4, 0.2]}}
   mixed = {"x": {"lru": [0.5, 0.5, 0.1], "lfu": [0.5, 0.4, 0.3], "length": [0.5, 0.4, 0.2]}}

@@ -235,6 +235,8 @@ def test_taichis_orders_are_judged_by_size():
   assert _verdicts(crossover.judge_taichi({Group("a100", 20): turned})) == [NOT] * 3
   some = as_published | {Group("a100", n): turned for n in (8, 12)}
   assert _verdicts(crossover.judge_taichi(some)) == [IN_PART] * 3
+  most = {Group("a100", 20): dict(TAICHI) | {(6.0, 0.1): (16, 99)}}  # one serves most requests
+  assert _verdicts(crossover.judge_taichi(most)) == [HOLDS, HOLDS, NOT]
   level = {Group("a100", 20): {pair: (90.0, 91.0) for pair in TAICHI}}
   assert _verdicts(crossover.judge_taichi(level)) == [NOT] * 3
 
@@ -261,9 +263,12 @@ def test_kv_is_judged_by_bytes_and_by_the_copy():
 
 
 def test_utilisation_is_judged_by_its_best_step():
-  assert _verdicts(seed.judge_utilisation({"a": 0.95}, {"a": 0.1})) == [HOLDS, HOLDS]
-  assert _verdicts(seed.judge_utilisation({"a": 0.85}, {"a": 0.1, "b": 0.3})) == [IN_PART, IN_PART]
-  assert _verdicts(seed.judge_utilisation({"a": 0.6}, {"a": 0.5})) == [NOT, NOT]
+  low, growing, high = {1: 0.01, 256: 0.1}, {1: 0.01, 256: 0.3}, {1: 0.3, 256: 0.5}
+  judge = seed.judge_utilisation
+  assert _verdicts(judge({"a": 0.95}, {"a": low})) == [HOLDS, HOLDS]
+  assert _verdicts(judge({"a": 0.85}, {"a": low, "b": high})) == [IN_PART, IN_PART]
+  assert _verdicts(judge({"a": 0.85}, {"a": growing})) == [IN_PART, IN_PART]  # with many rows
+  assert _verdicts(judge({"a": 0.6}, {"a": high})) == [NOT, NOT]
 
 
 def _stalls(longest_s: float) -> dict:
