@@ -320,14 +320,19 @@ def test_claims_of_table_4_hold_by_the_published_numbers_and_fail_turned_round()
 
 
 def test_claims_of_the_p_to_d_sweep_can_hold_and_fail():
-  def rates(gains):
-    return {
-      (name, ratio): 100.0 * (gain if name == "chunked" else 1.0)
-      for ratio, gain in gains.items()
+  def verdicts(gains):
+    """Of gains by P:D, by sequences a step."""
+    rates = {
+      (name, rows, ratio): 100.0 * (gain if name == "chunked" else 1.0)
+      for rows, own in gains.items()
+      for ratio, gain in own.items()
       for name in ("chunked", *sarathi_2023.BEFORE_2023)
     }
+    return [judged.verdict for judged in sarathi_2023.judge_2023(rates)]
 
-  good = sarathi_2023.judge_2023(rates({1: 1.05, 16: 1.33, 64: 1.02}))
-  assert [judged.verdict for judged in good] == [HOLDS] * 3
-  bad = sarathi_2023.judge_2023(rates({1: 1.05, 16: 1.01, 64: 0.9}))
-  assert [judged.verdict for judged in bad] == [NOT] * 3
+  peaks = {18: {1: 1.05, 14: 1.27, 50: 1.02}, 6: {1: 1.05, 14: 1.1, 50: 1.33}}
+  assert verdicts(peaks) == [HOLDS] * 3
+  low = {1: 1.05, 14: 1.2, 50: 1.02}  # less with 6 sequences than published, and at another ratio
+  assert verdicts(peaks | {6: low}) == [IN_PART, IN_PART, HOLDS]
+  flat = {rows: {1: 1.05, 14: 1.01, 50: 0.9} for rows in peaks}
+  assert verdicts(flat) == [NOT] * 3
