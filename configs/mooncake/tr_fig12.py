@@ -6,10 +6,11 @@
 Four nodes of `tr_fig8.py`, three of which prefill; prompts of 16k to 128k tokens, 512 of output,
 Poisson. The figure gives each prompt a first half in common with others (a trace that it writes);
 `run` and `compare` draw prompts with nothing in common. vLLM is `continuous` on the same nodes,
-without a prefix cache, as it was then.
+without a prefix cache, as it was then, taking as many requests as come or one at a time, whatever
+serves more.
 
-Last seen on 30 Nov 2026, in 45 s of one core: 717 % more than vLLM at 16k and 32k tokens, 505 % at
-64k, 348 % at 128k (published: 50 to 525 %).
+Last seen on 30 Nov 2026, in a minute of one core: 717 % more than vLLM at 16k tokens, 348 % at 32k,
+146 % at 64k, 82 % at 128k (published: 50 to 525 %).
 """
 
 import dataclasses

@@ -40,13 +40,18 @@ WITHIN = 0.15  # of a published number
 TBT = "the mean of the longest tenth of a request's gaps, as FAST'25 has it"
 
 
-def as_vllm(config: ExperimentConfig, *, prefix_cache: bool = False) -> ExperimentConfig:
-  """The same nodes under vLLM as it was: whole prompts first, the least loaded node."""
+def as_vllm(
+  config: ExperimentConfig, *, prefix_cache: bool = False, rows: int | None = None
+) -> ExperimentConfig:
+  """The same nodes under vLLM as it was: whole prompts first, the least loaded node. With `rows`
+  no more requests at once on a node.
+  """
   scheduler = dataclasses.replace(
     config.scheduler, router="least_loaded", options=(), prefix_cache=prefix_cache
   )
+  cache = dataclasses.replace(config.cache, num_rows=rows or config.cache.num_rows)
   pools = f"{config.num_devices // 8}xmixed:tp8:prefill_first"
-  return dataclasses.replace(config, pools=pools, scheduler=scheduler)
+  return dataclasses.replace(config, pools=pools, scheduler=scheduler, cache=cache)
 
 
 # Rejections ---------------------------------------------------------------------------------------
@@ -271,6 +276,7 @@ FIG12_QUICK_REQUESTS = 60
 NUM_DOCUMENTS = 4  # that the first halves of the prompts come from
 TTFT_MULTIPLE, TBT_MULTIPLE = 10, 5  # of what a request sees alone
 ALONE_RPS = 1e-3
+ONE_BY_ONE = "vLLM, one by one"
 SHARES = tuple(1.35**i for i in range(-13, 2))  # of what the prefill nodes could do: rates
 
 
@@ -301,6 +307,7 @@ def make_fig12(bench: Bench) -> Found:
   systems = {
     "Mooncake": config,
     "vLLM": as_vllm(config),
+    ONE_BY_ONE: as_vllm(config, rows=1),
     "vLLM, prefix cache": as_vllm(config, prefix_cache=True),
   }
   at_rate = {}
@@ -359,7 +366,9 @@ def make_fig12(bench: Bench) -> Found:
     ]
     low, high = TR_FIG12_GAIN_PERCENT
     lines = {f"published, least: {low} %": low, f"published, most: {high} %": high}
-    panels.append(Panel("more than vLLM", "prompt tokens", "%", gain, lines, is_log_x=True))
+    panels.append(
+      Panel("more than the better vLLM", "prompt tokens", "%", gain, lines, is_log_x=True)
+    )
     draw(panels, path, "Half-cached long prompts, 3 + 1 nodes against 4 of vLLM; synthetic")
 
   return Found(
@@ -383,9 +392,9 @@ def make_fig12(bench: Bench) -> Found:
       f"sees alone in Mooncake's cluster. TBT is {TBT}; by TPOT, which forgives a stall, the gain "
       "is " + ", ".join(f"{gain:+.0f} % ({p})" for p, gain in gains["tpot_s"].items())
       + f". Rates are {shares[1] / shares[0]:.2f} times apart.",
-      "vLLM has no prefix cache, as in the report; with one it is the third curve. In the "
-      "report it had to take long requests one by one; here it takes as many as come, and in "
-      "seed/headlines as few as serve most.",
+      "vLLM has no prefix cache, as in the report; with one it is the last curve. In the report it "
+      "had to take long requests one by one; here it does either, and gains are over what serves "
+      "more.",
       CACHE_NOTE,
     ],
   )  # fmt: skip
@@ -396,11 +405,14 @@ def gains_percent(
   prompts: Sequence[int],
   rates: Mapping[int, Sequence[float]],
 ) -> dict[int, float]:
-  """How much more Mooncake serves than vLLM; where vLLM passes nowhere, than the lowest rate."""
-  return {
-    p: 100 * ((highest["Mooncake"][p] or 0.0) / (highest["vLLM"][p] or rates[p][0]) - 1)
+  """How much more Mooncake serves than vLLM, at once or one by one, whatever serves more; where
+  neither passes anywhere, than the lowest rate.
+  """
+  theirs = {
+    p: max((own for s in ("vLLM", ONE_BY_ONE) if (own := highest[s][p])), default=rates[p][0])
     for p in prompts
   }
+  return {p: 100 * ((highest["Mooncake"][p] or 0.0) / theirs[p] - 1) for p in prompts}
 
 
 def judge_most(gains: Mapping[int, float]) -> Judged:

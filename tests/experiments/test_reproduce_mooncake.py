@@ -194,6 +194,18 @@ def test_verdicts_on_hit_rates():
   assert verdicts(mooncake_cache.judge_saturation, *cases) == [HOLDS, HOLDS, NOT]
 
 
+def test_gains_are_over_the_better_of_taking_requests_at_once_and_one_by_one():
+  one_by_one = mooncake_overload.ONE_BY_ONE
+  highest = {
+    "Mooncake": {1: 4.0, 2: 4.0, 3: 4.0, 4: None},
+    "vLLM": {1: 2.0, 2: 1.0, 3: None, 4: 1.0},
+    one_by_one: {1: 1.0, 2: 2.0, 3: None, 4: None},
+    "vLLM, prefix cache": {1: 4.0, 2: 4.0, 3: 4.0, 4: 4.0},
+  }
+  gains = mooncake_overload.gains_percent(highest, (1, 2, 3, 4), {p: [0.5] for p in (1, 2, 3, 4)})
+  assert gains == {1: 100.0, 2: 100.0, 3: 700.0, 4: -100.0}
+
+
 def test_verdicts_on_rejections():
   rising = dict(zip(mooncake_overload.RULES, (0.1, 0.2, 0.3)))
   falling = dict(zip(mooncake_overload.RULES, (0.3, 0.2, 0.1)))
