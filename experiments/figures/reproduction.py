@@ -106,11 +106,13 @@ def _legends_off_data(figure, curves: Sequence) -> None:
   moved: dict[int, int] = {}  # lines of the longest legend, by row of panels
   for axes in curves:
     legend = axes.get_legend()
-    if legend is not None and _is_over_data(axes, legend.get_window_extent()):
+    if legend is not None and _is_over_data(axes, box := legend.get_window_extent()):
+      # A legend wider than its panel would make the panel's column as wide.
+      ncols = 2 if 2 * box.width < axes.get_window_extent().width else 1
       row, labels = axes.get_subplotspec().rowspan.start, len(legend.get_texts())
-      moved[row] = max(moved.get(row, 0), math.ceil(labels / 2))
+      moved[row] = max(moved.get(row, 0), math.ceil(labels / ncols))
       axes.legend(
-        fontsize="small", loc="upper left", bbox_to_anchor=(0, -0.13), ncols=2, columnspacing=1
+        fontsize="small", loc="upper left", bbox_to_anchor=(0, -0.13), ncols=ncols, columnspacing=1
       )
   if moved:
     width, height = figure.get_size_inches()

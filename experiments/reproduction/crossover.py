@@ -438,7 +438,9 @@ def make_taichi(bench: Bench) -> Found:
     rows=rows,
     judged=judge_taichi(found),
     draw=lambda path: draw(
-      _taichi_panels(found), path, "TaiChi's three corners (simulated, SYNTHETIC lengths)"
+      _taichi_panels(found),
+      path,
+      "TaiChi's three corners (simulated, SYNTHETIC lengths; circles: published, of no named size)",
     ),
     notes=(
       "TaiChi names neither the devices nor how many: both are swept, each strategy at the best of "
@@ -462,8 +464,7 @@ def _taichi_panels(found: Mapping[Group, Any]) -> list[Panel]:
         series.append(Series(label, points, source, colour))
       every = [g.number for g in found]
       ends = [(n, percent) for n in (min(every), max(every))]
-      label = f"{strategy}, published (no size named)"
-      series.append(Series(label, ends, "published", colour))
+      series.append(Series(f"{strategy}, published", ends, "published", colour))
     panels.append(
       Panel(
         f"TTFT {pair[0]:g} s, TPOT {1e3 * pair[1]:g} ms", "groups of 4 devices", "in time (%)",
