@@ -262,8 +262,8 @@ def fig8(bench: Bench) -> Found:
         HOLDS if prompt_s >= 3 * decode_s else NOT,
         f"A prompt of 4,096 tokens keeps a stage busy for {prompt_s / 2:.2f} s, a decode step of "
         f"32 rows for {decode_s / 2:.2f} s: so much longer a stage idles next to it. Published are "
-        f"{published.FALCON_PROMPT_S} and {published.FALCON_DECODE_S} s, of which it takes the "
-        f"difference; the latter is also what its SLO of 1 s implies for both stages together. "
+        f"{published.FALCON_PROMPT_S} and {published.FALCON_DECODE_S} s, of which the paper takes "
+        f"the difference; the latter is also what its SLO of 1 s implies for both stages together. "
         f"All-reduces, over PCIe between pairs, are {latency_share(latency):.0%} of the prompt.",
       ),
     ],
