@@ -367,7 +367,8 @@ def _chat_template(folder: pathlib.Path, options: Mapping[str, Any]) -> str | No
     return path.read_text()
   template = options.get("chat_template")
   if isinstance(template, list):  # several by name
-    template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+    named = [entry for entry in template if isinstance(entry, dict)]
+    template = next((e.get("template") for e in named if e.get("name") == "default"), None)
   return template if isinstance(template, str) else None
 
 

@@ -252,6 +252,7 @@ def test_chat_templates_are_read_where_checkpoints_have_them(tmp_path):
   folder = write_folder(tmp_path / "t", options=OPTIONS)
   assert load_tokenizer(folder).apply_chat_template(USER) == f"<s>[{QUESTION}]"
   several = [{"name": "rag", "template": "x"}, {"name": "default", "template": "d{{ eos_token }}"}]
+  several += [7, {"name": ["odd"]}]  # damaged entries are nobody's template
   write_folder(folder, options=OPTIONS | {"chat_template": several})
   assert load_tokenizer(folder).apply_chat_template(USER) == "d</s>"
   (folder / "chat_template.jinja").write_text(

@@ -78,26 +78,33 @@ class Norm(nnx.Module):
     return y.astype(x.dtype)
 
 
-def rope_frequencies(config: ModelConfig) -> jax.Array:  # [h / 2], radians a position
+def rope_frequencies(config: ModelConfig) -> np.ndarray:  # [h / 2] float32, radians a position
+  """A constant of compiled steps, rounded where transformers rounds.
+
+  Where a last bit differs, as in powers by XLA, so do angles: by 5e-4 at position 8,000, and logits
+  by more.
+  """
   h = config.head_dim
-  frequencies = config.rope_theta ** (-jnp.arange(0, h, 2, dtype=jnp.float32) / h)
+  exponents = np.arange(0, h, 2, dtype=np.float32) / np.float32(h)
+  periods = (config.rope_theta ** exponents.astype(np.float64)).astype(np.float32)
+  frequencies = np.float32(1) / periods
   if config.rope_scaling is None:
     return frequencies
   return scale_frequencies(frequencies, config.rope_scaling)
 
 
 def scale_frequencies(
-  frequencies: jax.Array | np.ndarray,  # [h / 2]
+  frequencies: np.ndarray,  # [h / 2]
   scaling: RopeScaling,
-) -> jax.Array | np.ndarray:  # of the same kind
+) -> np.ndarray:
   """RoPE frequencies for contexts longer than those of pre-training, as `RopeScaling` says."""
-  slowed = frequencies / scaling.factor
   if scaling.kind == "linear":
-    return slowed
-  turns = frequencies * scaling.original_max_len / (2 * math.pi)  # over the trained context
+    return frequencies / scaling.factor
+  wavelengths = 2 * math.pi * (1 / frequencies)  # by reciprocals, as torch divides a number
+  turns = scaling.original_max_len * (1 / wavelengths)  # over the trained context
   low, high = scaling.low_freq_factor, scaling.high_freq_factor
   kept = ((turns - low) / (high - low)).clip(0, 1)  # 1 for fast pairs, 0 for slow ones
-  return kept * frequencies + (1 - kept) * slowed
+  return kept * frequencies + (1 - kept) * frequencies / scaling.factor
 
 
 def rope_angles(

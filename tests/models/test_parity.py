@@ -235,6 +235,58 @@ def test_without_the_feature_the_logits_are_others(made):
     assert difference[:WINDOW].max() < TOLERANCE
 
 
+@pytest.mark.parametrize("theta", [1e4, 5e5, 5000042.0])
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+def test_rope_frequencies_are_those_of_transformers_to_the_last_bit(theta, head_dim):
+  from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+  values = GATED | {"architectures": ["LlamaForCausalLM"], "head_dim": head_dim}
+  values["max_position_embeddings"] = 16384
+  for rope in (LINEAR_ROPE, LLAMA3_ROPE, LLAMA3_ROPE | {"original_max_position_embeddings": 8192}):
+    rope = rope | {"rope_theta": theta}
+    config = transformers.LlamaConfig(**values, rope_parameters=rope)
+    want, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, None)
+    got = transformer.rope_frequencies(ModelConfig.from_hf(values | {"rope_parameters": rope}))
+    assert got.dtype == np.float32
+    differ = got != want.numpy()  # powers of another C library may be rounded otherwise
+    assert differ.mean() < 0.1 and np.allclose(got, want.numpy(), rtol=2e-7, atol=0)
+
+
+LONG = GATED | {"num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 2}
+LONG |= {"max_position_embeddings": 16384}
+LONG_ROPE = {"rope_theta": 5e5, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+  ("family", "extra"),
+  [
+    ("Llama", {"rope_parameters": LLAMA3_ROPE | LONG_ROPE}),
+    ("Mistral", {"sliding_window": 4096}),
+  ],
+)
+def test_logits_of_a_long_prompt(family, extra, tmp_path):
+  """Past thresholds of the size that published models have."""
+  num_tokens, page_size = 5000, 100
+  config = getattr(transformers, f"{family}Config")(**LONG | extra)
+  theirs = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+  randomise(theirs, seed=0)
+  theirs.save_pretrained(tmp_path)
+  ids = np.random.default_rng(0).integers(0, config.vocab_size, num_tokens).tolist()
+  with torch.no_grad():
+    want = theirs(torch.tensor([ids]), use_cache=False).logits[0].numpy()
+  model, num_pages = (
+    open_checkpoint(tmp_path).load(target=jax.devices()[0]),
+    num_tokens // page_size,
+  )
+  layout = model.layout(
+    kind="slots", num_rows=1, page_size=page_size, pages_per_row=num_pages, num_pages=num_pages
+  )
+  slices = [(0, 0, ids)]
+  batch, places = prefill_batch(layout, make_tables(layout), slices, num_tokens=num_tokens)
+  logits, _ = make_pass(model, layout)(kv_cache.init_cache(layout), batch, None)
+  np.testing.assert_allclose(np.asarray(logits)[places], want, rtol=0, atol=TOLERANCE)
+
+
 MINIMAL = {
   "Llama": {"num_attention_heads": 32},
   "Mistral": {"num_attention_heads": 32},
