@@ -94,7 +94,10 @@ def _wait_for_calls(address: str, secret_file: pathlib.Path) -> None:
         calls = [call for call in calls if call.poll() is None]
         with sock:
           if len(calls) < MOST_CALLS:
-            calls.append(_answer_call(sock, secret))
+            try:
+              calls.append(_answer_call(sock, secret))
+            except OSError as error:  # no memory or files now; the other calls are well
+              print(f"pdjax worker: cannot take a call: {error}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
       sys.exit(0)
     finally:

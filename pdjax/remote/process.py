@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import queue
 import secrets
 import subprocess
 import sys
+import threading
 import time
 
 import pdjax
@@ -69,19 +71,28 @@ def start_process(*, timeout_s: float = 60.0) -> WorkerProcess:
 
 
 def _accept(listener, secret: str, process: subprocess.Popen, timeout_s: float) -> Connection:
-  stranger: ProtocolError | None = None
-  end_s = time.monotonic() + timeout_s
-  while time.monotonic() < end_s and process.poll() is None:
-    try:
-      connection = accept(listener, timeout_s=0.2)
-    except TimeoutError:
-      continue
+  answers: queue.SimpleQueue[Connection | Exception] = queue.SimpleQueue()
+
+  def answer(connection: Connection) -> None:
     try:
       greet(connection, secret, is_worker=False)
-      return connection
+      answers.put(connection)
     except (ProtocolError, OSError) as error:  # anyone may call; the worker may yet
       connection.close()
-      stranger = error
+      answers.put(error)
+
+  stranger: Exception | None = None
+  end_s = time.monotonic() + timeout_s
+  while time.monotonic() < end_s and process.poll() is None:
+    with contextlib.suppress(TimeoutError):
+      caller = accept(listener, timeout_s=0.1)
+      # Each in its own thread: the worker does not wait for long behind who says nothing.
+      threading.Thread(target=answer, args=(caller,), daemon=True).start()
+    with contextlib.suppress(queue.Empty):
+      answered = answers.get(timeout=0.1)
+      if isinstance(answered, Connection):
+        return answered
+      stranger = answered
   status = process.poll()
   what = f"did not call within {timeout_s} s" if status is None else f"ended with status {status}"
   raise ProtocolError(

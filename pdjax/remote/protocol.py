@@ -19,11 +19,13 @@ import dataclasses
 import hashlib
 import hmac
 import json
+import math
 import operator
 import secrets
 import select
 import socket
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -159,14 +161,22 @@ class Connection:
         self.close()
         raise
 
-  def receive(self, timeout_s: float | None, max_bytes: int = MAX_FRAME_BYTES) -> Message | None:
-    """The next message; None if nothing came for `timeout_s`. A part that came is kept.
+  def receive(
+    self,
+    timeout_s: float | None,
+    max_bytes: int = MAX_FRAME_BYTES,
+    most_s: float = math.inf,
+  ) -> Message | None:
+    """The next message; None if nothing came for `timeout_s`, or not all of it within `most_s`.
+
+    A part that came is kept.
 
     Raises:
       ProtocolError: what came is no message.
       OSError: the connection is gone (EOFError: its end was reached).
     """
-    if not self._fill(4, timeout_s):
+    end_s = time.monotonic() + most_s
+    if not self._fill(4, timeout_s, end_s):
       return None
     num_bytes = int.from_bytes(self._received[:4], "big")
     if num_bytes > max_bytes:
@@ -174,7 +184,7 @@ class Connection:
         f"a frame of {num_bytes} bytes, but at most {max_bytes} are allowed: the peer speaks "
         f"another protocol"
       )
-    if not self._fill(4 + num_bytes, timeout_s):
+    if not self._fill(4 + num_bytes, timeout_s, end_s):
       return None
     data = bytes(self._received[4 : 4 + num_bytes])
     del self._received[: 4 + num_bytes]
@@ -186,15 +196,16 @@ class Connection:
       raise ProtocolError(f"a frame that is no JSON object: {data[:40]!r}")
     return message
 
-  def _fill(self, num_bytes: int, timeout_s: float | None) -> bool:
-    """Receives until so many bytes are there; False if nothing came for `timeout_s`."""
+  def _fill(self, num_bytes: int, timeout_s: float | None, end_s: float) -> bool:
+    """Receives until so many bytes are there; False if nothing came for `timeout_s`, or late."""
     poll = select.poll()  # not the socket's time-out, which is for those who send
     try:
       poll.register(self._socket, select.POLLIN)
     except ValueError as error:  # a closed socket has no file descriptor
       raise OSError("the connection was closed at this end") from error
     while len(self._received) < num_bytes:
-      if not poll.poll(None if timeout_s is None else 1e3 * timeout_s):
+      left_s = end_s - time.monotonic()
+      if left_s <= 0 or not poll.poll(None if timeout_s is None else 1e3 * min(timeout_s, left_s)):
         return False
       data = self._socket.recv(max(num_bytes - len(self._received), 1 << 16))
       if not data:
@@ -240,11 +251,11 @@ def _is_text(value: Any) -> bool:
 
 def _hello(connection: Connection, us: str) -> Message:
   try:
-    message = connection.receive(HELLO_TIMEOUT_S, MAX_HELLO_BYTES)
+    message = connection.receive(HELLO_TIMEOUT_S, MAX_HELLO_BYTES, HELLO_TIMEOUT_S)
   except EOFError as error:
     raise ProtocolError(f"the peer hung up on this {us}: it may know another secret") from error
   if message is None:
-    raise ProtocolError(f"the peer said nothing to this {us} for {HELLO_TIMEOUT_S} s")
+    raise ProtocolError(f"the peer said nothing whole to this {us} for {HELLO_TIMEOUT_S} s")
   return message
 
 

@@ -10,7 +10,9 @@ import functools
 import itertools
 import os
 import pathlib
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -351,3 +353,30 @@ def test_a_worker_refuses_a_secret_that_others_can_read(tmp_path):
     cwd=ROOT,
   )
   assert done.returncode == 1 and "chmod 600" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_call_that_cannot_be_answered_ends_no_other(tmp_path):
+  """A process takes more files than this worker may have."""
+  secret = tmp_path / "secret"
+  secret.write_text(SECRET)
+  secret.chmod(0o600)
+  with socket.create_server(("127.0.0.1", 0)) as free:
+    host, port = free.getsockname()
+  worker = subprocess.Popen(
+    [sys.executable, "-m", "pdjax.engine.worker", f"--listen={host}:{port}",
+     f"--secret-file={secret}"],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    cwd=ROOT,
+    preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (8, 8)),
+  )  # fmt: skip
+  try:
+    assert "waits" in worker.stdout.readline()
+    for _ in range(2):
+      with socket.create_connection((host, port)):
+        assert "cannot take a call" in worker.stderr.readline()
+    assert worker.poll() is None
+  finally:
+    worker.kill()
+    worker.communicate()

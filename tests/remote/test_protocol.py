@@ -168,6 +168,29 @@ def test_a_peer_that_says_nothing_is_not_waited_for_long(ends, monkeypatch):
     greet(ends[0], "secret", is_worker=False)
 
 
+def test_a_peer_that_says_hello_bit_by_bit_is_not_waited_for_long(ends, monkeypatch):
+  monkeypatch.setattr(protocol, "HELLO_TIMEOUT_S", 0.3)
+  coordinator, stranger = ends
+
+  def drip():
+    stranger._socket.sendall((4000).to_bytes(4, "big"))
+    for _ in range(60):
+      try:
+        stranger._socket.sendall(b" ")
+      except OSError:
+        return
+      time.sleep(0.05)
+
+  thread = threading.Thread(target=drip)
+  thread.start()
+  start_s = time.monotonic()
+  with pytest.raises(ProtocolError, match="said nothing whole"):
+    greet(coordinator, "secret", is_worker=False)
+  assert time.monotonic() - start_s < 2
+  coordinator.close()
+  thread.join(5)
+
+
 def test_the_end_of_a_connection_is_told_from_silence(ends):
   coordinator, worker = ends
   worker.close()
