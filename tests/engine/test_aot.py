@@ -301,7 +301,7 @@ def test_published_models_compile_for_a_gpu(model, tp):
 @pytest.mark.aot
 @pytest.mark.parametrize(
   ("name", "tp"),
-  [("a100", 1), ("a100", 4), ("h100", 1), ("h200", 1), ("h200", 4), ("tpu-v5e", 1), ("tpu-v6e", 4)],
+  [("a100", 1), ("a100", 4), ("h100", 1), ("h200", 4), ("tpu-v5e", 1), ("tpu-v6e", 4)],
 )
 def test_the_steps_compile_with_the_kernels_of_the_device(name, tp, plain_sampling):
   """In place, with nothing of the size of a layer's cache. The compilers check shared memory."""
