@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -49,7 +50,8 @@ class ModelConfig:
   `first_window_layer` on. `qk_norm`: an RMSNorm of each head of q and k before RoPE (Qwen 3).
 
   Raises:
-    ValueError: heads that are no multiple of kv heads, a size below 1, or an unknown choice.
+    ValueError: heads that are no multiple of kv heads, a size below 1, a `norm_eps` or `rope_theta`
+      that is not positive, or an unknown choice.
   """
 
   name: str
@@ -83,6 +85,11 @@ class ModelConfig:
                   "vocab_size", "max_len"):  # fmt: skip
       if getattr(self, field) < 1:
         raise ValueError(f"model {self.name}: {field}={getattr(self, field)} must be at least 1")
+    for field in ("norm_eps", "rope_theta"):
+      if not 0 < getattr(self, field) < math.inf:
+        raise ValueError(
+          f"model {self.name}: {field}={getattr(self, field)} must be positive and finite"
+        )
     if self.num_heads % self.num_kv_heads:
       raise ValueError(
         f"model {self.name}: num_heads={self.num_heads} is no multiple of "

@@ -218,6 +218,8 @@ def test_head_dim_may_be_given():
     (LLAMA | {"hidden_size": 8193}, "hidden_size=8193 is no multiple"),
     (LLAMA | {"num_key_value_heads": 7}, "num_kv_heads=7"),
     (LLAMA | {"num_hidden_layers": 0}, "num_layers=0"),
+    (LLAMA | {"rope_theta": 0.0}, "rope_theta=0.0"),
+    (LLAMA | {"rms_norm_eps": -1e-5}, "norm_eps=-1e-05"),
     (LLAMA | {"vocab_size": "32000"}, "vocab_size='32000'"),
     (LLAMA | {"tie_word_embeddings": 1}, "tie_word_embeddings=1"),
     (LLAMA | {"architectures": "LlamaForCausalLM"}, "architectures='LlamaForCausalLM'"),
