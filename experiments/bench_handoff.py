@@ -47,7 +47,6 @@ MODEL = ModelConfig(
 )
 PAGES = PageConfig(num_rows=2, page_size=16, pages_per_row=128, num_pages=256, contiguous=True)
 PARTS = ("gather", "copy", "scatter")
-LAYERS = 0, MODEL.num_layers
 
 
 class Pool:
@@ -118,7 +117,7 @@ def measure(source: Pool, target: Pool, num_tokens: int) -> dict[str, float]:
       target.scatter(page_ids, target.reshard.join(parts, pieces))
 
     TransferTicket(target.reshard.send(pieces), insert).result()
-    source.spare.give({LAYERS: pieces})
+    source.spare.give(pieces)
     return target.cache
 
   for _ in range(NUM_REPEATS + 2):
@@ -127,7 +126,7 @@ def measure(source: Pool, target: Pool, num_tokens: int) -> dict[str, float]:
     copied = timed("copy", copy, pieces)
     timed("scatter", target.scatter, page_ids, copied)
     del copied  # as a hand-off gives up what it has moved
-    source.spare.give({LAYERS: pieces})
+    source.spare.give(pieces)
     timed("whole", whole)
   warm_s = {name: times[2:] for name, times in took_s.items()}
   return {

@@ -77,8 +77,9 @@ class SamplingParams:
       raise ValueError(
         f"repetition_penalty={self.repetition_penalty} must be positive, 1 for no penalty"
       )
-    stop = self.stop if isinstance(self.stop, tuple | list) else ("",)
-    if not all(isinstance(s, str) and s for s in stop):
+    if not isinstance(self.stop, tuple | list) or not all(
+      isinstance(s, str) and s for s in self.stop
+    ):
       raise ValueError(f"stop={self.stop!r} must be a tuple of strings, none of them empty")
     if self.min_tokens and len(self.stop_ids) > MAX_HELD_STOP_IDS:
       raise ValueError(

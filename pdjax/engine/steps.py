@@ -77,7 +77,8 @@ class Steps:
     self.mixed_layers = self._jit("mixed_layers", self._layers, donate=("cache",))
     self.add_seen = self._jit("add_seen", self._add_seen, donate=("seen",))
     self.set_last_token = self._jit("set_last_token", self._set_token, donate=("last_token",))
-    self.gather_pages = self._jit("gather_pages", self._gather, donate=("into",))
+    # JAX leaves out what is not read, and with it the memory that is to be written.
+    self.gather_pages = self._jit("gather_pages", self._gather, donate=("into",), keep_unused=True)
     self.scatter_pages = self._jit("scatter_pages", self._scatter, donate=("cache",))
     self.last_logits = self._jit("last_logits", self._logits, donate=())
 
@@ -87,7 +88,7 @@ class Steps:
     mesh = self.attention.mesh
     return 1 if mesh is None or self._layout.kv_copies > 1 else mesh.size
 
-  def _jit(self, name: str, function, donate: tuple[str, ...]):
+  def _jit(self, name: str, function, donate: tuple[str, ...], *, keep_unused: bool = False):
     @functools.wraps(function)
     def traced(*args):
       self.num_traces[name] += 1  # runs while tracing only
@@ -96,9 +97,7 @@ class Steps:
 
     traced.__name__ = name
     static = {"layers", "num_cuts"} & inspect.signature(function).parameters.keys()
-    # JAX leaves out what is not read, and with it the memory that is to be written.
-    kept = "into" in donate
-    return jax.jit(traced, donate_argnames=donate, static_argnames=static, keep_unused=kept)
+    return jax.jit(traced, donate_argnames=donate, static_argnames=static, keep_unused=keep_unused)
 
   # The three steps are one function of different inputs: with slices of prompts, decodes, or both.
   # They return what they update, and what was sampled in the order of `StepInputs`.

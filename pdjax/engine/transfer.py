@@ -173,12 +173,12 @@ class SpareMemory:
         return self._arrays.pop(i)
     return jnp.zeros(like.shape, like.dtype, device=like.sharding)
 
-  def give(self, payload: Payload) -> None:
+  def give(self, gathered: Payload | Pieces) -> None:
     """Takes what nobody will read any more; who writes it waits for those that still do.
 
     Leaves what is not computed, or not without an error, which who writes it would have.
     """
-    for x in jax.tree.leaves(payload):
+    for x in jax.tree.leaves(gathered):
       if not x.is_deleted() and x.is_ready():
         with contextlib.suppress(Exception):
           self._arrays.append(x.block_until_ready())

@@ -274,10 +274,8 @@ def test_logits_of_a_long_prompt(family, extra, tmp_path):
   ids = np.random.default_rng(0).integers(0, config.vocab_size, num_tokens).tolist()
   with torch.no_grad():
     want = theirs(torch.tensor([ids]), use_cache=False).logits[0].numpy()
-  model, num_pages = (
-    open_checkpoint(tmp_path).load(target=jax.devices()[0]),
-    num_tokens // page_size,
-  )
+  model = open_checkpoint(tmp_path).load(target=jax.devices()[0])
+  num_pages = num_tokens // page_size
   layout = model.layout(
     kind="slots", num_rows=1, page_size=page_size, pages_per_row=num_pages, num_pages=num_pages
   )
