@@ -59,7 +59,7 @@ class Pool:
     from pdjax.engine.build import make_attention
     from pdjax.engine.mesh import make_mesh
     from pdjax.engine.steps import Steps, state_shapes
-    from pdjax.engine.transfer import Reshard, SpareMemory
+    from pdjax.engine.transfer import Reshard
     from pdjax.models.model import axes_sharding
 
     mesh = make_mesh(devices)
@@ -68,18 +68,11 @@ class Pool:
     layout = self.steps.attention.layout
     cache, *_ = state_shapes(model, layout, [((0, layout.num_layers), mesh)])
     self.cache = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype, device=x.sharding), cache)
-    self.sharding = axes_sharding("2 L K P h", layout.pieces_shape(1), mesh)
-    self.reshard = Reshard(self.sharding)
-    self.spare = SpareMemory(self.device.platform)
+    self.reshard = Reshard(axes_sharding("2 L K P h", layout.pieces_shape(1), mesh))
     self.layout, self.num_cuts = layout, num_cuts
 
   def gather(self, page_ids):
-    import jax
-
-    shape = self.layout.pieces_shape(len(page_ids), self.num_cuts)
-    like = jax.ShapeDtypeStruct(shape, self.layout.dtype, sharding=self.sharding)
-    into = tuple(self.spare.take(like) for _ in range(self.num_cuts))
-    return self.steps.gather_pages(self.cache, page_ids, into, self.num_cuts)
+    return self.steps.gather_pages(self.cache, page_ids, self.num_cuts)
 
   def scatter(self, page_ids, pieces):
     cuts = pieces if isinstance(pieces, tuple) else (pieces,)
@@ -117,7 +110,6 @@ def measure(source: Pool, target: Pool, num_tokens: int) -> dict[str, float]:
       target.scatter(page_ids, target.reshard.join(parts, pieces))
 
     TransferTicket(target.reshard.send(pieces), insert).result()
-    source.spare.give(pieces)
     return target.cache
 
   for _ in range(NUM_REPEATS + 2):
@@ -125,8 +117,7 @@ def measure(source: Pool, target: Pool, num_tokens: int) -> dict[str, float]:
     pieces = timed("gather", source.gather, page_ids)
     copied = timed("copy", copy, pieces)
     timed("scatter", target.scatter, page_ids, copied)
-    del copied  # as a hand-off gives up what it has moved
-    source.spare.give(pieces)
+    del pieces, copied  # as a hand-off gives up what it has moved
     timed("whole", whole)
   warm_s = {name: times[2:] for name, times in took_s.items()}
   return {

@@ -92,8 +92,8 @@ class Executor(Protocol):
   ) -> Ticket:
     """Starts a step. The ticket's result is a `StepResult`.
 
-    `exports` are handles of one layer group each, with their pages, that the next calls will
-    export: their pages are read as soon as the step has computed these layers, before the others.
+    `exports` are handles, with their pages, that calls before the next step may export: their pages
+    are read as soon as the step has computed their layers, before the others.
     """
     ...
 

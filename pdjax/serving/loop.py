@@ -429,13 +429,9 @@ class _Loop:
   ) -> list[tuple[Transfer, Handle]]:
     """What can be sent of a step before it has ended: all layer groups but the last."""
     groups = pool.executor.layer_groups[:-1]
-    page_size = pool.scheduler.pages.config.page_size
-    ends = {s.request_id: (s.start + s.num_tokens, s.emits_token) for s in plan.prefills}
     begun = []
     for stream in streams:
-      start = stream.num_begun_tokens
-      end, is_end = ends[stream.seq.request_id]
-      end = end if is_end else end // page_size * page_size
+      start, end = stream.num_begun_tokens, self._streamed_end(pool, plan, stream)
       if end <= start:
         continue
       handles = [self._handle(stream, start, end, layers, is_last=False) for layers in groups]
@@ -443,6 +439,30 @@ class _Loop:
       if self.cluster.may_send(stream, [export_bytes(pool.executor, handle) for handle in coming]):
         begun += [(stream, handle) for handle in handles]
     return begun
+
+  def _to_send_then(
+    self, pool: Pool, plan: StepPlan, streams: list[Transfer], begun: list[tuple[Transfer, Handle]]
+  ) -> list[tuple[Transfer, Handle]]:
+    """What `_send` will send when a step has ended, if it may: read behind it, not a turn later.
+
+    Not of pipelines, which are given more steps before that.
+    """
+    if pool.executor.num_stages > 1:
+      return []
+    of_begun = {stream.seq.request_id for stream, _ in begun}
+    coming = []
+    for stream in streams:
+      layers = pool.executor.layer_groups[-1] if stream.seq.request_id in of_begun else None
+      start, end = stream.num_sent_tokens, self._streamed_end(pool, plan, stream)
+      if end > start:
+        coming.append((stream, self._handle(stream, start, end, layers, is_last=False)))
+    return coming
+
+  def _streamed_end(self, pool: Pool, plan: StepPlan, stream: Transfer) -> int:
+    """How many positions a stream may have sent behind a step: whole pages, or all at the end."""
+    (part,) = (s for s in plan.prefills if s.request_id == stream.seq.request_id)
+    end, page_size = part.start + part.num_tokens, pool.scheduler.pages.config.page_size
+    return end if part.emits_token else end // page_size * page_size
 
   def _submit(self, turn: Turn) -> tuple[float | None, bool]:
     """Starts steps.
@@ -484,7 +504,8 @@ class _Loop:
           break
         streams = self._open_streams(pool, plan, turn)
         begun = self._groups_to_begin(pool, plan, streams) if streams else []
-        exports = [(handle, _pages_of(pool, stream.seq, handle)) for stream, handle in begun]
+        coming = begun + self._to_send_then(pool, plan, streams, begun) if streams else begun
+        exports = [(handle, _pages_of(pool, stream.seq, handle)) for stream, handle in coming]
         try:
           ticket = pool.executor.submit(plan, now_s, exports)
         except PoolLost as error:

@@ -1,6 +1,8 @@
 """Splitting the CPU into devices, which works only before JAX starts."""
 
 import os
+import platform
+import resource
 import subprocess
 import sys
 
@@ -74,3 +76,19 @@ def run_fresh(code, **told):
     check=True,
   )
   return run.stdout
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="has no mallopt of glibc")
+def test_large_arrays_get_memory_that_was_used_before():
+  code = (
+    "import resource, numpy as np\nimport jax\n"
+    "from pdjax.engine.mesh import ensure_devices\n"
+    "source, target = ensure_devices(2)\n"
+    "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+    f"x = jax.device_put(np.ones({64 << 20}, np.uint8), source)\n"
+    "for _ in range(3):\n"
+    "  before = faults()\n"
+    "  jax.device_put(x, target).block_until_ready()\n"
+    "print(faults() - before)"
+  )
+  assert int(run_fresh(code)) < (64 << 20) // resource.getpagesize() // 20
