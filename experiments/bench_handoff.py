@@ -33,7 +33,7 @@ from pdjax.scheduling.pages import PageConfig
 
 PAIRS = ((1, 1), (2, 2), (1, 2), (2, 1), (2, 4), (4, 2))  # devices of the source, of the target
 NUM_TOKENS = (512, 2048)
-NUM_REPEATS = 15
+NUM_REPEATS = 31
 MODEL = ModelConfig(
   name="bench-handoff",  # 32 KiB of K and V per token in float32, next to no weights
   num_layers=8,
@@ -47,6 +47,7 @@ MODEL = ModelConfig(
 )
 PAGES = PageConfig(num_rows=2, page_size=16, pages_per_row=128, num_pages=256, contiguous=True)
 PARTS = ("gather", "copy", "scatter")
+LAYERS = 0, MODEL.num_layers
 
 
 class Pool:
@@ -100,22 +101,15 @@ def measure(source: Pool, target: Pool, num_tokens: int) -> dict[str, float]:
     took_s.setdefault(name, []).append(time.perf_counter() - start_s)
     return result
 
-  def copy(pieces):
-    return target.reshard.join(target.reshard.send(pieces), pieces)
-
   def whole():
-    pieces = source.gather(page_ids)
-
-    def insert(parts):
-      target.scatter(page_ids, target.reshard.join(parts, pieces))
-
-    TransferTicket(target.reshard.send(pieces), insert).result()
+    sent = {LAYERS: target.reshard.send(source.gather(page_ids))}
+    TransferTicket(sent, lambda arrived: target.scatter(page_ids, arrived[LAYERS])).result()
     return target.cache
 
   for _ in range(NUM_REPEATS + 2):
     timed("plain", jax.device_put, flat, target.device)
     pieces = timed("gather", source.gather, page_ids)
-    copied = timed("copy", copy, pieces)
+    copied = timed("copy", target.reshard.send, pieces)
     timed("scatter", target.scatter, page_ids, copied)
     del pieces, copied  # as a hand-off gives up what it has moved
     timed("whole", whole)

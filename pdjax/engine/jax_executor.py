@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import jax
@@ -322,23 +321,22 @@ class JaxExecutor:
   ) -> TransferTicket:
     page_size = self._layout.page_size
     moved = page_ids[handle.start // page_size : -(-handle.num_tokens // page_size)]
+    is_last = handle.first_token_id is not None
+    sent: Payload = {
+      own: stage.reshard.send(stage.reshard.take_layers(pieces, layers, own))
+      for layers, pieces in handle.payload.items()
+      for stage, own in self._overlaps(layers)
+    }
     self._rows.update_pages(
       PageUpdates(rows=(row,) * len(page_ids), indices=tuple(range(len(page_ids))),
                   page_ids=page_ids)
     )  # fmt: skip
-    is_last = handle.first_token_id is not None
     if is_last:
       self._rows.seat(row, handle.request_id, handle.num_prompt_tokens, handle.sampling)
-    copies = [
-      (stage, own, stage.reshard.take_layers(pieces, layers, own))
-      for layers, pieces in handle.payload.items()
-      for stage, own in self._overlaps(layers)
-    ]
 
-    def insert(parts: Sequence[jax.Array]) -> None:
-      left = iter(parts)
-      for stage, layers, pieces in copies:
-        self._scatter(layers, moved, stage.reshard.join(left, pieces))
+    def insert(arrived: Payload) -> None:
+      for layers, pieces in arrived.items():
+        self._scatter(layers, moved, pieces)
       if is_last:
         self._last_token = self.steps.set_last_token(
           self._last_token, np.int32(row), np.int32(handle.first_token_id)
@@ -346,8 +344,7 @@ class JaxExecutor:
       if handle.token_ids is not None:
         self._add_seen(row, handle.token_ids, anew=True)
 
-    sent = [stage.reshard.send(pieces) for stage, _, pieces in copies]
-    return TransferTicket(list(itertools.chain(*sent)), insert)
+    return TransferTicket(sent, insert)
 
   def pieces_like(self, handle: Handle) -> dict[LayerRange, jax.ShapeDtypeStruct]:
     """What an export by such a handle is made of here, uncut, which an import takes as it is."""

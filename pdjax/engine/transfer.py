@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 from jax.sharding import Sharding, SingleDeviceSharding
@@ -76,8 +76,10 @@ class Reshard:
       return pieces
     return self._slice(pieces, part=(wanted[0] - held[0], wanted[1] - held[0]))
 
-  def send(self, pieces: Pieces) -> list[jax.Array]:
-    """Starts the copies; returns at once, also where `pieces` are being computed yet.
+  def send(self, pieces: Pieces) -> Pieces:
+    """The same on the target, cut as pools there are; they are ready when the copies have ended.
+
+    Returns at once, also where `pieces` are being computed yet.
 
     Never donates: `jax.device_put` with `donate=True` between meshes crashes (jax 0.10 to 0.12), so
     the source is freed by dropping the reference.
@@ -86,34 +88,23 @@ class Reshard:
       ValueError: pieces of a pool that was not built with this one, so they are cut otherwise, or
         that are not split by heads alone.
     """
-    if self._is_there(pieces):
-      return [pieces]
-    taken, places = self._plan_of(pieces)
-    on = [{s.device: s.data for s in x.addressable_shards} for x in jax.tree.leaves(pieces)]
-    parts = [on[number][device] for own in taken for number, device in own]
-    return jax.device_put(parts, places)
-
-  def join(self, parts: Iterable[jax.Array], like: Pieces) -> Pieces:
-    """`like` on the target, cut as pools there are, from what `send` gave; moves nothing."""
-    left = iter(parts)
-    if self._is_there(like):
-      return next(left)
-    taken, _ = self._plan_of(like)
-    on_each = [list(itertools.islice(left, len(own))) for own in taken]
-    num_heads = sum(x.shape[_HEADS] for x in jax.tree.leaves(like)) // len(taken[0])
-    shape = _with_heads(jax.tree.leaves(like)[0].shape, num_heads)
+    if isinstance(pieces, jax.Array) and pieces.sharding == self._target:
+      return pieces  # perhaps also on devices of other processes
+    arrays = jax.tree.leaves(pieces)
+    taken, places = self._plan_of(arrays)
+    on = [{s.device: s.data for s in x.addressable_shards} for x in arrays]
+    parts = iter(jax.device_put([on[number][to] for own in taken for number, to in own], places))
+    on_each = [list(itertools.islice(parts, len(own))) for own in taken]
+    num_heads = sum(x.shape[_HEADS] for x in arrays) // len(taken[0])
+    shape = _with_heads(arrays[0].shape, num_heads)
     cuts = tuple(
       jax.make_array_from_single_device_arrays(shape, self._target, list(shards))
       for shards in zip(*on_each, strict=True)
     )
     return cuts if len(cuts) > 1 else cuts[0]
 
-  def _is_there(self, pieces: Pieces) -> bool:  # perhaps also with devices of other processes
-    return isinstance(pieces, jax.Array) and pieces.sharding == self._target
-
-  def _plan_of(self, pieces: Pieces) -> tuple[list[list[_Cut]], list[Sharding]]:
+  def _plan_of(self, arrays: list[jax.Array]) -> tuple[list[list[_Cut]], list[Sharding]]:
     """Which cuts each device of the target takes, and the places of all these."""
-    arrays = jax.tree.leaves(pieces)
     key = tuple((x.sharding, x.shape) for x in arrays)
     if key not in self._plans:
       cuts, sources = [], []
@@ -150,7 +141,7 @@ def _with_heads(shape: tuple[int, ...], num_heads: int) -> tuple[int, ...]:
 
 
 class TransferTicket:
-  """Parts on their way to a mesh. Inserts them into the target cache as soon as they are there.
+  """Pieces on their way to a mesh. Inserts them into the target cache as soon as they are there.
 
   Not before: the cache is threaded through the target's steps, so a scatter submitted early would
   hold up every step behind the copy.
@@ -158,37 +149,37 @@ class TransferTicket:
 
   finish_s = None
 
-  def __init__(self, parts: Sequence[jax.Array], insert: Callable[[Sequence[jax.Array]], None]):
-    self._parts: Sequence[jax.Array] | None = parts
+  def __init__(self, sent: Payload, insert: Callable[[Payload], None]):
+    self._sent: Payload | None = sent
     self._insert = insert
     self._error: Exception | None = None
 
   def is_ready(self) -> bool:
-    if self._parts is None:
+    if self._sent is None:
       return True
-    if not all(part.is_ready() for part in self._parts):
+    if not all(x.is_ready() for x in jax.tree.leaves(self._sent)):
       return False
     self._finish()
     return True
 
   def block(self) -> None:
     """Waits for the copy; inserts nothing, as another thread may call it."""
-    for part in self._parts or ():
+    for x in jax.tree.leaves(self._sent):
       with contextlib.suppress(Exception):  # `result` raises it
-        part.block_until_ready()
+        x.block_until_ready()
 
   def result(self) -> None:
     """Waits for the copy; raises why it failed, and then nothing was inserted."""
-    if self._parts is not None:
+    if self._sent is not None:
       self._finish()
     if self._error is not None:
       raise self._error
 
   def _finish(self) -> None:
-    parts, self._parts = self._parts, None
+    sent, self._sent = self._sent, None
     try:
-      for part in parts:
-        part.block_until_ready()  # ready is not success: a failed copy raises here
-      self._insert(parts)
+      for x in jax.tree.leaves(sent):
+        x.block_until_ready()  # ready is not success: a failed copy raises here
+      self._insert(sent)
     except Exception as error:
       self._error = error

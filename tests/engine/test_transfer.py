@@ -149,14 +149,14 @@ def on_each_device(pieces):
 @quick
 @pytest.mark.parametrize("num_kv_heads", [8, 2, 1])
 @pytest.mark.parametrize(("source", "target"), list(itertools.product(SIZES, SIZES)))
-def test_pieces_are_equal_on_pools_of_any_two_sizes(source, target, num_kv_heads):
+def test_pieces_are_equal_on_pools_of_any_two_sizes(source, target, num_kv_heads, monkeypatch):
   """On each device, split or replicated as the pool wants them, with all layers in one part."""
   host, x = random_pieces(num_kv_heads, source, target)
   sent = jax.device_get(x)
   sharding = pieces_sharding(host.shape, jax.devices()[::-1][:target])
-  reshard = Reshard(sharding)
-  parts = reshard.send(x)
-  arrived = on_each_device(reshard.join(parts, x))
+  reshard, parts, put = Reshard(sharding), [], jax.device_put
+  monkeypatch.setattr(jax, "device_put", lambda own, to: (parts.extend(own), put(own, to))[1])
+  arrived = on_each_device(reshard.send(x))
   wanted = sharding.devices_indices_map(host.shape)
   assert arrived.keys() == wanted.keys()
   for device, index in wanted.items():
@@ -176,7 +176,7 @@ def test_of_other_layers_one_slice_is_compiled_for_each_shape():
   assert reshard.take_layers(x, (3, 6), (3, 6)) is x and not reshard.num_traces
   for _ in range(3):
     taken = reshard.take_layers(x, (3, 6), (4, 6))
-    arrived = on_each_device(reshard.join(reshard.send(taken), taken))
+    arrived = on_each_device(reshard.send(taken))
     np.testing.assert_array_equal(arrived[jax.devices()[-2]], host[:, 1:, 2:4])
   assert reshard.num_traces.total() == 1
 
@@ -218,12 +218,12 @@ def test_a_hand_off_is_sent_while_its_pieces_are_being_computed(source, target):
   w = jax.device_put(np.ones((512, 512), np.float32), axes_sharding("D F", (512, 512), mesh))
   sharding = pieces_sharding(host.shape, cpus(source, target)[1])
   reshard = Reshard(sharding)
-  jax.block_until_ready(reshard.join(reshard.send(slow(w, x)), x))  # compiles
+  jax.block_until_ready(reshard.send(slow(w, x)))  # compiles
   pieces = slow(w, x)
-  parts = reshard.send(pieces)
-  ticket = TransferTicket(parts, lambda parts: None)
+  sent = reshard.send(pieces)
+  ticket = TransferTicket({(0, 3): sent}, lambda sent: None)
   assert not any(cut.is_ready() for cut in jax.tree.leaves(pieces)) and not ticket.is_ready()
-  arrived = on_each_device(reshard.join(parts, pieces))
+  arrived = on_each_device(sent)
   for device, index in sharding.devices_indices_map(host.shape).items():
     np.testing.assert_array_equal(arrived[device], host[index])
 
@@ -300,21 +300,21 @@ class _Part:
 
 @quick
 def test_a_ticket_is_ready_when_the_copy_is_and_inserts_it_once():
-  parts, inserted = [_Part(), _Part()], []
-  ticket = TransferTicket(parts, inserted.append)
+  parts, inserted = (_Part(), _Part()), []
+  ticket = TransferTicket({(0, 3): parts}, inserted.append)
   for part in parts:
     assert not ticket.is_ready() and not ticket.is_ready() and not inserted
     part.has_ended = True
   assert ticket.is_ready() and ticket.is_ready()
-  assert ticket.result() is None and inserted == [parts]
+  assert ticket.result() is None and inserted == [{(0, 3): parts}]
 
 
 @quick
 def test_a_failed_copy_is_ready_raises_and_is_never_inserted():
-  parts, inserted = [_Part(), _Part(ConnectionError("peer died"))], []
+  parts, inserted = (_Part(), _Part(ConnectionError("peer died"))), []
   for part in parts:
     part.has_ended = True
-  ticket = TransferTicket(parts, inserted.append)
+  ticket = TransferTicket({(0, 1): parts[0], (1, 2): parts[1]}, inserted.append)
   ticket.block()  # raises nothing
   for _ in range(2):
     assert ticket.is_ready()
@@ -325,12 +325,12 @@ def test_a_failed_copy_is_ready_raises_and_is_never_inserted():
 
 @quick
 def test_an_insert_that_fails_surfaces_in_the_result():
-  def insert(parts):
+  def insert(sent):
     raise MemoryError("no room")
 
   part = _Part()
   part.has_ended = True
-  ticket = TransferTicket([part], insert)
+  ticket = TransferTicket({(0, 3): part}, insert)
   assert ticket.is_ready()
   with pytest.raises(MemoryError, match="no room"):
     ticket.result()
