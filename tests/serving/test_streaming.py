@@ -87,6 +87,35 @@ def test_nothing_is_sent_before_the_step_that_wrote_it_has_ended():
           assert end_s <= now_s, "sent while it was computed"
 
 
+@pytest.mark.parametrize("layer_groups", [((0, 2),), GROUPS])
+def test_the_source_is_told_with_each_step_what_a_stream_will_send_of_it(layer_groups):
+  """So that it reads the pages behind the step: all but what was there when the stream began."""
+  (request,) = make_requests(1, seed=53, prompt=(62, 62), output=(3, 3))
+  cluster = streaming(layer_groups=layer_groups, num_pages=40)
+  source = cluster.pools[0].executor
+  submit, export, told, late = source.submit, source.export, [], []
+
+  def part_of(handle, page_ids):
+    return handle.start, handle.num_tokens, handle.layers, page_ids
+
+  def record(plan, now_s, exports):
+    told[:] = [part_of(handle, page_ids) for handle, page_ids in exports]
+    return submit(plan, now_s, exports)
+
+  def compare(handle, *, page_ids, now_s):
+    if (part := part_of(handle, page_ids)) in told:
+      told.remove(part)
+    else:
+      late.append(part)
+    return export(handle, page_ids=page_ids, now_s=now_s)
+
+  source.submit, source.export = record, compare
+  log = run(cluster, [request])
+  assert not told and len(late) <= 1 and all(start == 0 for start, *_ in late)
+  assert copies_of(log)[0].num_bytes_ahead
+  assert tokens_of(log) == expected([request])
+
+
 @pytest.mark.parametrize(("layer_groups", "most"), [(((0, 2),), 0.2), (GROUPS, 0.1)])
 def test_little_of_a_long_prompts_copy_is_exposed(layer_groups, most):
   """Of a prompt of eight chunks, against sending it at its end."""
