@@ -60,7 +60,7 @@ class Pool:
     from pdjax.engine.build import make_attention
     from pdjax.engine.mesh import make_mesh
     from pdjax.engine.steps import Steps, state_shapes
-    from pdjax.engine.transfer import Reshard
+    from pdjax.engine.transfer import Reshard, SpareMemory
     from pdjax.models.model import axes_sharding
 
     mesh = make_mesh(devices)
@@ -69,11 +69,18 @@ class Pool:
     layout = self.steps.attention.layout
     cache, *_ = state_shapes(model, layout, [((0, layout.num_layers), mesh)])
     self.cache = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype, device=x.sharding), cache)
-    self.reshard = Reshard(axes_sharding("2 L K P h", layout.pieces_shape(1), mesh))
+    self.sharding = axes_sharding("2 L K P h", layout.pieces_shape(1), mesh)
+    self.reshard = Reshard(self.sharding)
+    self.spare = SpareMemory(self.device.platform)
     self.layout, self.num_cuts = layout, num_cuts
 
   def gather(self, page_ids):
-    return self.steps.gather_pages(self.cache, page_ids, self.num_cuts)
+    import jax
+
+    shape = self.layout.pieces_shape(len(page_ids), self.num_cuts)
+    like = jax.ShapeDtypeStruct(shape, self.layout.dtype, sharding=self.sharding)
+    into = tuple(self.spare.take(like) for _ in range(self.num_cuts))
+    return self.steps.gather_pages(self.cache, page_ids, into, self.num_cuts)
 
   def scatter(self, page_ids, pieces):
     cuts = pieces if isinstance(pieces, tuple) else (pieces,)
@@ -102,8 +109,10 @@ def measure(source: Pool, target: Pool, num_tokens: int) -> dict[str, float]:
     return result
 
   def whole():
-    sent = {LAYERS: target.reshard.send(source.gather(page_ids))}
+    pieces = source.gather(page_ids)
+    sent = {LAYERS: target.reshard.send(pieces)}
     TransferTicket(sent, lambda arrived: target.scatter(page_ids, arrived[LAYERS])).result()
+    source.spare.give(pieces)
     return target.cache
 
   for _ in range(NUM_REPEATS + 2):
@@ -111,7 +120,8 @@ def measure(source: Pool, target: Pool, num_tokens: int) -> dict[str, float]:
     pieces = timed("gather", source.gather, page_ids)
     copied = timed("copy", target.reshard.send, pieces)
     timed("scatter", target.scatter, page_ids, copied)
-    del pieces, copied  # as a hand-off gives up what it has moved
+    del copied  # as a hand-off gives up what it has moved
+    source.spare.give(pieces)
     timed("whole", whole)
   warm_s = {name: times[2:] for name, times in took_s.items()}
   return {

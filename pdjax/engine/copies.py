@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pdjax.engine.transfer import Payload
+from pdjax.engine.transfer import MOST_SPARE_BYTES, Payload
 from pdjax.remote.executor import STEP_TIMEOUT_S
 from pdjax.remote.protocol import Heads, LayerRange, Split, WorkerSetup
 
@@ -144,7 +144,6 @@ _ALIGNMENT = 64  # XLA on a CPU uses memory that is aligned so as it is
 _STATE = 16  # where in the header a byte says how far the target is
 _OFFERED, _READ, _DONE = range(3)
 MOST_SPARE = 64  # two file descriptors each; what a target read when it ended stays so for ever
-MOST_SPARE_BYTES = 256 << 20
 
 
 class _Segment:

@@ -18,7 +18,14 @@ from pdjax.core.request import SamplingParams
 from pdjax.engine.batch import RowState, StepInputs, step_inputs
 from pdjax.engine.buckets import Buckets, pick_bucket
 from pdjax.engine.steps import Steps, state_shapes
-from pdjax.engine.transfer import Payload, Pieces, Reshard, TransferTicket, host_sharding
+from pdjax.engine.transfer import (
+  Payload,
+  Pieces,
+  Reshard,
+  SpareMemory,
+  TransferTicket,
+  host_sharding,
+)
 from pdjax.models.kv_cache import Cache, KVLayout
 from pdjax.models.model import LayerRange, Model, Params, axes_sharding
 from pdjax.models.sampling import Sampled
@@ -148,6 +155,7 @@ class JaxExecutor:
     self.num_stages = len(self._stages)
     self._swapped: dict[int, Payload] = {}  # request id -> its pieces, in the host's memory
     self._gathered: dict[tuple, Payload] = {}  # what `submit` was told to gather, until `export`
+    self._spare = SpareMemory(meshes[0].devices.flat[0].platform)
     stages = [(stage.layers, stage.mesh) for stage in self._stages]
     self._state_shapes = state_shapes(model, layout, stages)
     self._cache, self._last_token, self._seen = self._new_state()
@@ -248,7 +256,7 @@ class JaxExecutor:
   def _swap(self, plan: StepPlan) -> None:
     """Copies pages to the host and back, in the order of the device's work. Waits for nothing."""
     for request_id in plan.swap_drops:
-      self._swapped.pop(request_id, None)  # of a plan that failed there may be none
+      self._spare.give(self._swapped.pop(request_id, {}))  # of a plan that failed there may be none
     for swap in plan.swap_outs:
       pieces = self._gather(None, swap.page_ids)
       to = {stage.layers: host_sharding(stage.pieces_sharding) for stage in self._stages}
@@ -258,12 +266,15 @@ class JaxExecutor:
       pieces = jax.device_put(self._swapped.pop(swap.request_id), to)
       for layers, piece in pieces.items():
         self._scatter(layers, swap.page_ids, piece)
+      self._spare.give(pieces)
 
   def _gather(self, layers: LayerRange | None, page_ids: tuple[int, ...]) -> Payload:
     """Starts to read pages of `layers`, those of each stage on its devices."""
     padded, payload = self._pad(page_ids), {}
-    for _, own in self._overlaps(layers):
-      cuts = self.steps.gather_pages(self._cache_of(own), padded, self._num_cuts)
+    for stage, own in self._overlaps(layers):
+      like = self._pieces_like(stage, own, len(padded), self._num_cuts)
+      into = tuple(self._spare.take(like) for _ in range(self._num_cuts))
+      cuts = self.steps.gather_pages(self._cache_of(own), padded, into, self._num_cuts)
       payload[own] = cuts if self._num_cuts > 1 else cuts[0]
     return payload
 
@@ -357,7 +368,7 @@ class JaxExecutor:
     }
 
   def drop(self, handle: Handle) -> None:
-    """The payload goes with the last reference to the handle."""
+    self._spare.give(handle.payload or {})
 
   def _pad(self, page_ids: tuple[int, ...]) -> np.ndarray:
     padded = np.full(pick_bucket(self._buckets.pages, len(page_ids)), self._layout.num_pages)
@@ -386,6 +397,7 @@ class JaxExecutor:
   def reset(self) -> None:
     """Forgets every row, for a new run. A cache that is intact keeps its bytes, unread."""
     self._swapped.clear()
+    self._spare.clear()
     if not self.recover():
       self._rows = self._new_rows()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 from collections.abc import Sequence
 
@@ -14,8 +13,6 @@ from pdjax.core.device_group import DeviceGroup
 from pdjax.models.model import TENSOR_AXIS
 
 CPU_DEVICES_PER_CORE = 4
-_MOST_KEPT_BYTES = 1 << 30  # that the C library keeps at most: of one array, and at the heap's end
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h
 
 
 def ensure_devices(num_devices: int) -> list[jax.Device]:
@@ -29,8 +26,6 @@ def ensure_devices(num_devices: int) -> list[jax.Device]:
 
 def find_devices(groups: Sequence[DeviceGroup]) -> list[list[jax.Device]]:
   """The devices of each group. Splits the CPU where JAX has not started yet.
-
-  Has this process keep the memory of arrays that are freed, for the next ones (on Linux).
 
   `hardware` of a group is a platform, None that of JAX's own choice. The lowest index that groups
   of a platform have is its first device, the next one its second.
@@ -51,7 +46,6 @@ def find_devices(groups: Sequence[DeviceGroup]) -> list[list[jax.Device]]:
   wanted = max(wanted, jax.config.jax_num_cpu_devices)  # as many as the user says, at least
   with contextlib.suppress(RuntimeError):
     jax.config.update("jax_num_cpu_devices", wanted)
-  _keep_freed_memory()
   platforms = [g.hardware or jax.default_backend() for g in groups]
   found: dict[tuple[str, int], jax.Device] = {}
   for platform in dict.fromkeys(platforms):
@@ -66,20 +60,6 @@ def find_devices(groups: Sequence[DeviceGroup]) -> list[list[jax.Device]]:
   return [
     [found[platform, i] for i in g.devices] for g, platform in zip(groups, platforms, strict=True)
   ]
-
-
-def _keep_freed_memory() -> None:
-  """Arrays of a CPU device get memory that was used before, if there is some.
-
-  As glibc is set, each of more than 32 MiB is mapped anew, and the system clears its pages as they
-  are written: so 64 MiB are copied at 2 GB/s, and at 13 otherwise (`experiments.bench_handoff`).
-  One arena, as those of threads are of 64 MiB at most. Other C libraries stay as they are.
-  """
-  with contextlib.suppress(AttributeError):  # they have no mallopt
-    mallopt = ctypes.CDLL(None).mallopt
-    mallopt(_M_ARENA_MAX, 1)
-    mallopt(_M_MMAP_THRESHOLD, _MOST_KEPT_BYTES)
-    mallopt(_M_TRIM_THRESHOLD, _MOST_KEPT_BYTES)
 
 
 def _devices_of(platform: str) -> list[jax.Device]:

@@ -9,7 +9,7 @@
   mixed_layers     cache                    as its step                  bucket, layers and mesh
   add_seen         seen                                                  mesh
   set_last_token   last_token                                            mesh
-  gather_pages     nothing                  pages, layers, cuts          bucket and mesh
+  gather_pages     into                     pages, layers, cuts          bucket and mesh
   scatter_pages    cache                    pages, layers, cuts          bucket and mesh
   last_logits      nothing                  T                            when tokens are explained
 
@@ -77,7 +77,8 @@ class Steps:
     self.mixed_layers = self._jit("mixed_layers", self._layers, donate=("cache",))
     self.add_seen = self._jit("add_seen", self._add_seen, donate=("seen",))
     self.set_last_token = self._jit("set_last_token", self._set_token, donate=("last_token",))
-    self.gather_pages = self._jit("gather_pages", self._gather, donate=())
+    # JAX leaves out what is not read, and with it the memory that is to be written.
+    self.gather_pages = self._jit("gather_pages", self._gather, donate=("into",), keep_unused=True)
     self.scatter_pages = self._jit("scatter_pages", self._scatter, donate=("cache",))
     self.last_logits = self._jit("last_logits", self._logits, donate=())
 
@@ -87,7 +88,7 @@ class Steps:
     mesh = self.attention.mesh
     return 1 if mesh is None or self._layout.kv_copies > 1 else mesh.size
 
-  def _jit(self, name: str, function, donate: tuple[str, ...]):
+  def _jit(self, name: str, function, donate: tuple[str, ...], *, keep_unused: bool = False):
     @functools.wraps(function)
     def traced(*args):
       self.num_traces[name] += 1  # runs while tracing only
@@ -96,7 +97,7 @@ class Steps:
 
     traced.__name__ = name
     static = {"layers", "num_cuts"} & inspect.signature(function).parameters.keys()
-    return jax.jit(traced, donate_argnames=donate, static_argnames=static)
+    return jax.jit(traced, donate_argnames=donate, static_argnames=static, keep_unused=keep_unused)
 
   # The three steps are one function of different inputs: with slices of prompts, decodes, or both.
   # They return what they update, and what was sampled in the order of `StepInputs`.
@@ -167,7 +168,8 @@ class Steps:
   def _set_token(self, last_token, row, token_id):
     return last_token.at[row].set(token_id)
 
-  def _gather(self, cache, page_ids: jax.Array, num_cuts: int):  # [n] -> cuts
+  def _gather(self, cache, page_ids: jax.Array, into, num_cuts: int):  # [n] -> cuts
+    """Cuts of the pages, in the memory of the arrays `into`, of the same shapes; None is new."""
     how = {"num_shards": self.num_shards, "num_cuts": num_cuts}
     return tuple(
       kv_cache.gather(self._layout, cache, page_ids, cut=cut, **how) for cut in range(num_cuts)

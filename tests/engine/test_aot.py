@@ -78,8 +78,8 @@ def test_arguments_are_parameters_cache_and_little_else(needs):
 
 def test_a_cache_that_is_not_donated_is_noticed(monkeypatch, plain_sampling):
   class Copying(Steps):
-    def _jit(self, name, function, donate):
-      return super()._jit(name, function, ())
+    def _jit(self, name, function, donate, **options):
+      return super()._jit(name, function, (), **options)
 
   monkeypatch.setattr(aot, "Steps", Copying)
   needs = deployment().needs(PAGES, ("decode",))

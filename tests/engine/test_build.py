@@ -101,7 +101,7 @@ class Recorder:
   def add_seen(self, seen, row, ids, anew):
     return seen
 
-  def gather_pages(self, cache, page_ids, num_cuts):
+  def gather_pages(self, cache, page_ids, into, num_cuts):
     self.num_copied_pages["gather"].add(len(page_ids))
     return (np.zeros((1, 1, 1, 1, 1)),) * num_cuts
 

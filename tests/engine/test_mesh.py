@@ -1,8 +1,6 @@
 """Splitting the CPU into devices, which works only before JAX starts."""
 
 import os
-import platform
-import resource
 import subprocess
 import sys
 
@@ -76,20 +74,3 @@ def run_fresh(code, **told):
     check=True,
   )
   return run.stdout
-
-
-@pytest.mark.once
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="has no mallopt of glibc")
-def test_large_arrays_get_memory_that_was_used_before():
-  num_bytes = 64 << 20
-  code = (
-    "import resource, numpy as np\nimport jax\n"
-    "from pdjax.engine.mesh import ensure_devices\n"
-    "source, target = ensure_devices(2)\n"
-    f"x = jax.device_put(np.ones({num_bytes}, np.uint8), source)\n"
-    "for _ in range(20):\n"  # JAX frees some later: of 8 copies the last 3 got used memory
-    "  before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
-    "  jax.device_put(x, target).block_until_ready()\n"
-    "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)"
-  )
-  assert int(run_fresh(code)) < num_bytes // resource.getpagesize() // 20

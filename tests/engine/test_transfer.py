@@ -13,10 +13,11 @@ from engine.pools import PAGE_SIZE, PAGES_PER_ROW, ROWS, cpus
 from pdjax.core.model_config import TINY
 from pdjax.core.plan import Swap
 from pdjax.core.request import SamplingParams
+from pdjax.engine import transfer
 from pdjax.engine.buckets import Buckets
 from pdjax.engine.build import build_executors, warm_up
 from pdjax.engine.mesh import make_mesh
-from pdjax.engine.transfer import Reshard, TransferTicket, make_plan
+from pdjax.engine.transfer import Reshard, SpareMemory, TransferTicket, make_plan
 from pdjax.models.kv_cache import init_cache
 from pdjax.models.model import axes_sharding
 from pdjax.models.transformer import from_arrays, random_arrays
@@ -57,7 +58,7 @@ def page_of(layout, leaf, page):
   return np.stack([heads[copy :: layout.kv_copies] for copy in range(layout.kv_copies)])
 
 
-def hand_over(source, target, source_pages, target_pages, num_tokens, *, row):
+def export(source, pages, num_tokens):
   handle = Handle(
     request_id=5,
     num_tokens=num_tokens,
@@ -65,7 +66,11 @@ def hand_over(source, target, source_pages, target_pages, num_tokens, *, row):
     first_token_id=123,
     sampling=SamplingParams(max_tokens=4),
   )
-  handle = source.export(handle, page_ids=tuple(source_pages), now_s=0.0)
+  return source.export(handle, page_ids=tuple(pages), now_s=0.0)
+
+
+def hand_over(source, target, source_pages, target_pages, num_tokens, *, row):
+  handle = export(source, source_pages, num_tokens)
   ticket = target.import_(handle, row=row, page_ids=tuple(target_pages), now_s=0.0)
   while not ticket.is_ready():
     pass
@@ -282,6 +287,75 @@ def test_pools_of_other_sizes_hand_over_every_byte_and_compile_nothing_once_warm
   for leaf, was in zip(*map(jax.tree.leaves, (source._cache, sent)), strict=True):
     np.testing.assert_array_equal(leaf[np.array(back.page_ids)], was[np.array(swap.page_ids)])
   assert before == source.num_traces + target.num_traces
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 2), (4, 2), (1, 2)])
+def test_a_gather_writes_where_one_that_was_dropped_had_written(sizes):
+  config = dataclasses.replace(TINY, num_layers=2, num_kv_heads=8)
+  model = from_arrays(config, random_arrays(config, 0))
+  source, target = build_executors(model, PAGES, BUCKETS, cpus(*sizes), layout="paged")
+  sent, old = fill(source, 1), fill(target, 2)
+
+  def memory_of(handle):
+    shards = [s for x in jax.tree.leaves(handle.payload) for s in x.addressable_shards]
+    return sorted(s.data.unsafe_buffer_pointer() for s in shards)
+
+  first, second = export(source, range(4), 16), export(source, range(10, 13), 12)
+  assert not set(memory_of(first)) & set(memory_of(second))
+  where = memory_of(first)
+  target.import_(first, row=0, page_ids=tuple(range(8, 12)), now_s=0.0).result()
+  source.drop(first)
+  third = export(source, (70, 3, 90), 12)
+  assert memory_of(third) == where
+  for handle, row, pages in ((second, 1, (30, 31, 32)), (third, 2, (50, 51, 52))):
+    target.import_(handle, row=row, page_ids=pages, now_s=0.0).result()
+  moved = {8: 0, 9: 1, 10: 2, 11: 3, 30: 10, 31: 11, 32: 12, 50: 70, 51: 3, 52: 90}
+  check_arrived(source, target, sent, old, moved)
+
+
+def _like(x):
+  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+@quick
+def test_spare_memory_is_given_once_by_shape_up_to_a_limit(monkeypatch):
+  monkeypatch.setattr(transfer, "MOST_SPARE_BYTES", 100)
+  spare, (a, b, c) = SpareMemory("cpu"), (jnp.full(n, 7.0) for n in (8, 8, 12))
+  spare.give({(0, 1): (a, b)})
+  assert spare.take(_like(c)) is not c
+  assert spare.take(_like(a)) is a and spare.take(_like(a)) is b
+  assert spare.take(_like(a)).tolist() == [0.0] * 8
+  spare.give({(0, 1): a, (1, 2): (c, b)})  # 112 bytes: the first has to go
+  assert spare.take(_like(c)) is c
+  assert spare.take(_like(a)) is b and spare.take(_like(a)) is not a
+  elsewhere = SpareMemory("gpu")
+  elsewhere.give({(0, 1): a})
+  assert elsewhere.take(_like(a)) is None
+
+
+@quick
+def test_memory_of_what_failed_or_is_not_computed_is_not_spare():
+  class Array:
+    shape, nbytes, sharding = (8,), 32, None
+
+    def __init__(self, *, is_ready, error=None):
+      self.is_ready, self._error = lambda: is_ready, error
+
+    def is_deleted(self):
+      return False
+
+    def block_until_ready(self):
+      if self._error is not None:
+        raise self._error
+      return self
+
+  spare = SpareMemory("cpu")
+  like = jax.ShapeDtypeStruct((8,), np.float32, sharding=None)
+  spare.give({(0, 1): (Array(is_ready=False), Array(is_ready=True, error=RuntimeError("broken")))})
+  assert isinstance(spare.take(like), jax.Array)
+  good = Array(is_ready=True)
+  spare.give({(0, 1): good})
+  assert spare.take(like) is good
 
 
 class _Part:

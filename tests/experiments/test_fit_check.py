@@ -129,8 +129,8 @@ class Copying(aot.Steps):
 class Keeping(aot.Steps):
   """Steps that donate nothing."""
 
-  def _jit(self, name, function, donate):
-    return super()._jit(name, function, ())
+  def _jit(self, name, function, donate, **options):
+    return super()._jit(name, function, (), **options)
 
 
 @pytest.mark.slow
