@@ -28,6 +28,7 @@ from pdjax.config import (
 from pdjax.core.events import EventLog
 from pdjax.core.names import pick
 from pdjax.serving.cluster import Cluster
+from pdjax.serving.executor import PoolLost
 from pdjax.sources import SourceError
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -130,8 +131,9 @@ def whole_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
 def main(prepare: Callable[[], T], run: Callable[[T], int]) -> None:
   """Runs a program: `prepare` reads and checks what the user gave, `run` does the work with it.
 
-  What `prepare` refuses ends with one message and exit status 2, without a traceback; an error of
-  `run` is a fault of ours and shows its traceback.
+  What `prepare` refuses ends with one message and exit status 2, without a traceback; so does, with
+  status 1, a pool that does not start. Any other error of `run` is a fault of ours and shows its
+  traceback.
   """
 
   def guarded(argv: list[str]) -> None:
@@ -146,7 +148,11 @@ def main(prepare: Callable[[], T], run: Callable[[T], int]) -> None:
         _refuse(where or str(error))
       except (ValueError, SourceError, ImportError) as error:
         _refuse(str(error))
-      status = run(prepared)
+      try:
+        status = run(prepared)
+      except PoolLost as error:  # before or between runs: a process that cannot start
+        print(f"error: {error}", file=sys.stderr)
+        status = 1
     except KeyboardInterrupt:
       sys.stdout.flush()
       print("\ninterrupted; nothing was written but the files named above", file=sys.stderr)

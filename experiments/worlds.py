@@ -565,10 +565,12 @@ class ProcessWorld(JaxWorld):
 
   def executor(self, group: DeviceGroup) -> Executor:
     executor = self._executors[group]
-    executor.start()  # unless it is up: it may have been lost in the run before
-    for _ in executor.wait_until_up():
-      pass
-    return super().executor(group)
+    while True:
+      executor.start()  # unless it is up: it may have been lost in the run before
+      for _ in executor.wait_until_up():
+        pass
+      with contextlib.suppress(PoolLost):  # just now: again
+        return super().executor(group)
 
   def top2_margin(self, token_ids: Sequence[int]) -> float | None:
     for executor in self._executors.values():

@@ -14,6 +14,7 @@ from remote.small import EXPERIMENT
 
 from experiments.program import Progress
 from experiments.serving import check, compare_tokens, machine, report, run_experiment
+from pdjax.remote.executor import RemoteExecutor
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -45,6 +46,26 @@ def test_tokens_are_those_of_one_process(tmp_path):
       assert len(found) == 2 and len(set(cores)) == len(cores)
   assert tokens[True] == tokens[False]
   assert len(tokens[True]) == 12 and all(tokens[True].values())
+
+
+def test_a_pool_that_is_lost_between_runs_starts_again(tmp_path, monkeypatch):
+  checked = check(dataclasses.replace(EXPERIMENT, processes=True), tmp_path)
+  world, reset, killed = checked.world, RemoteExecutor.reset, []
+
+  def kill_first(executor):
+    if not killed:
+      killed.append(executor.process_id)
+      os.kill(executor.process_id, signal.SIGKILL)
+    reset(executor)
+
+  try:
+    monkeypatch.setattr(RemoteExecutor, "reset", kill_first)
+    experiment = run_experiment(checked, Progress())
+  finally:
+    world.close()
+  (run,) = experiment.runs.values()
+  assert killed and len(run.records) == 12
+  assert all(record.finish_reason == "length" for record in run.records.values())
 
 
 def children_of(process_id):

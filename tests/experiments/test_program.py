@@ -10,6 +10,7 @@ import pytest
 
 from experiments import program
 from experiments.program import Progress, whole_file
+from pdjax.serving.executor import PoolLost
 from pdjax.sources import SourceError
 
 pytestmark = pytest.mark.quick
@@ -142,6 +143,12 @@ def test_a_fault_in_the_work_itself_is_not_taken_for_wrong_input(monkeypatch):
   monkeypatch.setattr(sys, "argv", ["program"])
   with pytest.raises(ValueError, match="a fault of ours"):
     program.main(lambda: None, lambda _: raising(ValueError("a fault of ours"))())
+
+
+def test_a_pool_that_does_not_start_ends_with_why(monkeypatch, capsys):
+  lost = raising(PoolLost("devices 0: its process ended"))
+  status, out, err = end_of(monkeypatch, capsys, lambda: None, lambda _: lost())
+  assert (status, out, err) == (1, "", "error: devices 0: its process ended\n")
 
 
 @pytest.mark.parametrize("argv", [["--nonsense=1"], ["--verbosity=loud"], ["stray"]])
