@@ -397,6 +397,7 @@ class JaxExecutor:
   def reset(self) -> None:
     """Forgets every row, for a new run. A cache that is intact keeps its bytes, unread."""
     self._swapped.clear()
+    self._spare.clear()
     if not self.recover():
       self._rows = self._new_rows()
 

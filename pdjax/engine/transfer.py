@@ -176,6 +176,9 @@ class SpareMemory:
     while sum(x.nbytes for x in self._arrays) > self._most_bytes:
       del self._arrays[0]
 
+  def clear(self) -> None:
+    self._arrays.clear()
+
 
 class TransferTicket:
   """Pieces on their way to a mesh. Inserts them into the target cache as soon as they are there.
