@@ -442,8 +442,8 @@ class JaxWorld:
     ]
     self.alone = _in_chunks(alone, self._longest[0])
     self.together = _in_chunks(together, self._longest[0])
-    for executor in self._executors.values():
-      executor.reset()
+    for group in self._executors:
+      self.executor(group)  # for a new run
     # What compiling left behind is never garbage: a full collection in a run would be a gap.
     gc.collect()
     gc.freeze()

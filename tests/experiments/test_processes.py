@@ -48,24 +48,24 @@ def test_tokens_are_those_of_one_process(tmp_path):
   assert len(tokens[True]) == 12 and all(tokens[True].values())
 
 
-def test_a_pool_that_is_lost_between_runs_starts_again(tmp_path, monkeypatch):
+def test_a_pool_that_is_lost_before_or_between_runs_starts_again(tmp_path, monkeypatch):
   checked = check(dataclasses.replace(EXPERIMENT, processes=True), tmp_path)
-  world, reset, killed = checked.world, RemoteExecutor.reset, []
+  reset, calls = RemoteExecutor.reset, []
 
-  def kill_first(executor):
-    if not killed:
-      killed.append(executor.process_id)
+  def kill_some(executor):
+    calls.append(executor.name)
+    if len(calls) in (1, 6):  # of both pools after warm-up, and before each of two runs
       os.kill(executor.process_id, signal.SIGKILL)
     reset(executor)
 
   try:
-    monkeypatch.setattr(RemoteExecutor, "reset", kill_first)
+    monkeypatch.setattr(RemoteExecutor, "reset", kill_some)
     experiment = run_experiment(checked, Progress())
   finally:
-    world.close()
-  (run,) = experiment.runs.values()
-  assert killed and len(run.records) == 12
-  assert all(record.finish_reason == "length" for record in run.records.values())
+    checked.world.close()
+  assert len(calls) == 2 * 3 + 2
+  for run in experiment.runs.values():
+    assert [record.finish_reason for record in run.records.values()] == ["length"] * 12
 
 
 def children_of(process_id):
