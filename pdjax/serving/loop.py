@@ -503,8 +503,8 @@ class _Loop:
           pool.stroke = StrokeInFlight(plan, ticket, pool.scheduler.num_changes)
           break
         streams = self._open_streams(pool, plan, turn)
-        begun = self._groups_to_begin(pool, plan, streams) if streams else []
-        coming = begun + self._to_send_then(pool, plan, streams, begun) if streams else begun
+        begun = self._groups_to_begin(pool, plan, streams)
+        coming = begun + self._to_send_then(pool, plan, streams, begun)
         exports = [(handle, _pages_of(pool, stream.seq, handle)) for stream, handle in coming]
         try:
           ticket = pool.executor.submit(plan, now_s, exports)
