@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import NamedTuple
+import textwrap
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 from absl import flags
 
@@ -19,7 +21,7 @@ from experiments.program import FLAGS, ROOT, main
 from experiments.validation.steps import Source, compared, rows_of, source_of, table
 from pdjax.core.names import pick
 from pdjax.sim.fitting import Errors, Timing, predict
-from pdjax.sim.hardware import Fit
+from pdjax.sim.hardware import Curve, Fit
 
 
 class Job(NamedTuple):
@@ -57,8 +59,15 @@ def run(job: Job) -> int:
 
 def rounded(fitted: Fit) -> Fit:
   """A copy with three significant digits: more is noise."""
-  values = {k: v if v is None else float(f"{v:.3g}") for k, v in dataclasses.asdict(fitted).items()}
-  return Fit(**values)
+
+  def short(value: Any) -> Any:
+    if isinstance(value, tuple):
+      return tuple(map(short, value))
+    return float(f"{value:.3g}") if isinstance(value, float) else value
+
+  return Fit(
+    **{field.name: short(getattr(fitted, field.name)) for field in dataclasses.fields(Fit)}
+  )
 
 
 def errors_by_operator(
@@ -78,12 +87,22 @@ def errors_by_operator(
 def entry(fitted: Fit) -> str:
   """The lines that go into `configs/hardware.py`: what differs from an ideal device."""
   ideal = Fit()
-  lines = [
-    f"  {field.name}={getattr(fitted, field.name)!r},"
-    for field in dataclasses.fields(Fit)
-    if getattr(fitted, field.name) != getattr(ideal, field.name)
-  ]
+  lines = []
+  for field in dataclasses.fields(Fit):
+    value = getattr(fitted, field.name)
+    if field.name == "all_reduces" and value:
+      lines += ["  all_reduces=(", *_curve_lines(value), "  ),"]
+    elif value != getattr(ideal, field.name):
+      lines.append(f"  {field.name}={value!r},")
   return "\n".join(["Fit(", *lines, ")"])
+
+
+def _curve_lines(curves: Iterable[tuple[int, Curve]]) -> Iterator[str]:
+  for devices, curve in curves:
+    points = ", ".join(f"({size},\0{seconds!r})" for size, seconds in curve)
+    whole = f"    ({devices},\0({points})),"
+    for line in textwrap.wrap(whole, 96, subsequent_indent=" " * 9):
+      yield line.replace("\0", " ")
 
 
 if __name__ == "__main__":

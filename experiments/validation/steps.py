@@ -40,7 +40,7 @@ from experiments.validation.measured import (
   vidur_layers,
 )
 from pdjax.core.names import pick
-from pdjax.sim.fitting import Errors, Timing, fit, predict
+from pdjax.sim.fitting import Errors, Timing, all_reduce_curves, fit, predict
 from pdjax.sim.hardware import Device, Fit, Link
 
 HELD_OUT, OTHER_TP, OTHERS, APART = "held out", "other TP", "other models", "apart"
@@ -93,7 +93,10 @@ class Source:
 
   def fit(self) -> Fit:
     """One kernel for chunks and decodes is fitted last, by itself, on the points of its table."""
-    found = fit(self.timings(), self.device, link=self.link, start=self.start).fit
+    timings = self.timings()
+    found = fit(timings, self.device, link=self.link, start=self.start).fit
+    curves = all_reduce_curves(timings, self.device)
+    found = dataclasses.replace(found, all_reduces=curves)
     if not self.fitted.mixed:
       return found
     return fit(self.fitted.thinned()[0].mixed_timings(), self.device, start=found).fit
@@ -235,7 +238,7 @@ def _a40_vidur(name: str, folder: pathlib.Path) -> Source:
     device=HARDWARE["a40"],
     fitted=LayerTimes(**vidur_layers(path, small, 1)),
     others=tuple(LayerTimes(**vidur_layers(path, small, tp)) for tp in (2, 4, 8)),
-    start=HARDWARE["a100-pairs"].fit,
+    start=dataclasses.replace(HARDWARE["a100-pairs"].fit, all_reduces=()),
   )
 
 

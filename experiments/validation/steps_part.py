@@ -52,7 +52,10 @@ def part(data_dir: pathlib.Path, show: Callable[[str], None]) -> Section:
       )
   text = f"""Steps of an engine, or sums of what their operators took. Of each source (a device and
 an engine) half of the points of one model's operators were fitted, and half of the points of what
-belongs to no model: elementwise operators and all-reduces. The steps:
+belongs to no model: elementwise operators and all-reduces. Of the latter a fit keeps what they take
+by size; it sees both ends and one of every two sizes that the model's steps have. (aiconfigurator
+timed messages of 2 ** n bytes: what a size between them takes is read off the line from one to the
+next, here and in what is fitted.) The steps:
 
 - held out: of the other half. Of Splitwise, whole iterations over 2, 4 and 8 devices together.
 - other TP: the same model over other numbers of devices. Operators of their sizes were not fitted,

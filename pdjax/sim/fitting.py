@@ -14,7 +14,7 @@ from scipy.optimize import least_squares
 
 from pdjax.core.costs import OpRates, StepCounts, cost_rates, shard_of
 from pdjax.core.model_config import ModelConfig
-from pdjax.sim.hardware import MAX_CACHED, Device, Fit, Link
+from pdjax.sim.hardware import MAX_CACHED, Curve, Device, Fit, Link, on_lines
 
 
 class Prior(NamedTuple):
@@ -57,6 +57,7 @@ PRIORS = {
 }
 """Priors and bounds of all parameters: round figures of the fits in `configs/hardware.py`."""
 
+_APART = 2  # so many times lie sizes of a curve of all-reduces from each other, at least
 _NOISE = 0.05  # relative error of a good timing: what a prior is weighed against
 _KINDS = {  # which parameters an operator of a kind has
   "linear": ("gemm_compute", "gemm_memory", "gemm_launch_s", "gemm_p", "gemm_throttle"),
@@ -141,6 +142,8 @@ def fit(
     raise ValueError("no timings to fit")
   start = start or device.fit or Fit()
   columns = _columns(timings, device, link)
+  if "all_reduce" in columns:  # what was measured alone would hide its parameters
+    start = dataclasses.replace(start, all_reduces=())
   free = [name for kind in columns for name in _KINDS[kind]]
   measured_s = np.array([timing.seconds for timing in timings])
   weights = _weights(timings)
@@ -162,6 +165,41 @@ def fit(
   )
   fitted = made(found.x)
   return Fitted(fitted, Errors.of(_predict(fitted, columns, len(timings)), measured_s))
+
+
+def all_reduce_curves(timings: Sequence[Timing], device: Device) -> tuple[tuple[int, Curve], ...]:
+  """`Fit.all_reduces` of all-reduces that were timed alone.
+
+  Of sizes that were timed those stay that lie `_APART` times from each other, with the seconds that
+  bring the lines between them nearest to all timings, errors and weights as in `fit`.
+  """
+  alone = [timing for timing in timings if timing.ops == ("all_reduce",)]
+  of = {tp: [t for t in alone if t.tp == tp] for tp in sorted({t.tp for t in alone})}
+  return tuple(
+    (tp, _curve(own, device))
+    for tp, own in of.items()
+    if len({_message_bytes(t.counts, t.model, device) for t in own}) > 1
+  )
+
+
+def _curve(timings: Sequence[Timing], device: Device) -> Curve:
+  num_bytes = np.array([_message_bytes(t.counts, t.model, device) for t in timings])
+  measured_s = np.array([t.seconds / (2 * t.model.num_layers) for t in timings])
+  order = np.argsort(num_bytes)
+  sizes = [num_bytes.min()]
+  for size in num_bytes[order]:
+    if size >= _APART * sizes[-1]:
+      sizes.append(size)
+  sizes[max(1, len(sizes) - 1) :] = [num_bytes.max()]  # lines go on beyond the last two
+  sizes, weights = np.array(sizes), _weights(timings)
+
+  def residuals(logs: np.ndarray) -> np.ndarray:
+    predicted_s = on_lines(sizes, np.exp(logs), num_bytes)
+    return weights * np.log(predicted_s / measured_s) / _NOISE
+
+  start = np.interp(sizes, num_bytes[order], measured_s[order])
+  found = least_squares(residuals, np.log(start), loss="soft_l1")
+  return tuple(zip(map(int, sizes), np.exp(found.x).tolist()))
 
 
 def fit_steps(
@@ -246,10 +284,8 @@ def _columns(timings: Sequence[Timing], device: Device, link: Link | None) -> di
       if name == "all_reduce":
         if link is None:
           raise ValueError(f"an all-reduce over {tp} devices needs a link between them")
-        launches = 2 * model.num_layers
-        num_values = launches * 2 * (tp - 1) / tp * counts.num_tokens * model.d_model
-        num_bytes = num_values * device.bytes_per_value
-        rows.setdefault(name, []).append((i, launches, num_bytes / link.bytes_per_s, tp))
+        launches, num_bytes = 2 * model.num_layers, _message_bytes(counts, model, device)
+        rows.setdefault(name, []).append((i, launches, num_bytes, tp, link.bytes_per_s))
         continue
       if name == "attention_mixed":
         args = _mixed_args(counts, shard_of(model, tp), rates_of(model, tp), device)
@@ -273,6 +309,10 @@ def _columns(timings: Sequence[Timing], device: Device, link: Link | None) -> di
     timing, *args = np.array(rows[kind]).T
     columns[kind] = _Column(timing.astype(int), tuple(args))
   return columns
+
+
+def _message_bytes(counts: StepCounts, model: ModelConfig, device: Device) -> float:
+  return counts.num_tokens * model.d_model * device.bytes_per_value
 
 
 def _mixed_args(

@@ -7,7 +7,10 @@ import math
 import re
 from typing import TypeVar
 
+import numpy as np
+
 T = TypeVar("T")  # a number or an array of them
+Curve = tuple[tuple[float, float], ...]  # (bytes of a message, seconds), ascending
 
 MAX_P = 20.0
 """Of a p-norm: above it, short times to the power of p are lost below the smallest number."""
@@ -45,10 +48,13 @@ class Fit:
   nothing to do for a decode, as its chunk is longer, take `mixed_idle_s` for each query of theirs;
   and it takes as long as its longest context does alone. None: nobody measured such a kernel.
 
-  An all-reduce takes `all_reduce_launch_s`, `all_reduce_hop_s` for each device but one, and as long
-  as its bytes at `all_reduce_share` of the link's rate between two devices; with every doubling of
-  the devices the bytes take `all_reduce_growth` times as long: 1 through a switch, 2 on a bus that
-  all share, more across sockets. Absent, nobody measured it, and the link is taken at its word.
+  An all-reduce over as many devices as `all_reduces` has takes what was measured there, linear
+  between sizes and beyond the largest, the same below the smallest: libraries change their
+  algorithms with the size of a message, by leaps. Over others it takes `all_reduce_launch_s`,
+  `all_reduce_hop_s` for each device but one, and as long as the bytes that cross each link at
+  `all_reduce_share` of its rate between two devices; with every doubling of the devices these take
+  `all_reduce_growth` times as long: 1 through a switch, 2 on a bus that all share, more across
+  sockets. Absent, nobody measured it, and the link is taken at its word.
 
   The methods take seconds at the peaks, numbers or arrays of them.
 
@@ -77,13 +83,14 @@ class Fit:
   all_reduce_launch_s: float | None = None
   all_reduce_hop_s: float = 0.0
   all_reduce_growth: float = 1.0
+  all_reduces: tuple[tuple[int, Curve], ...] = ()  # of so many devices
   host_s: float = 0.0  # per step: scheduling, preparing inputs, reading results
   host_row_s: float = 0.0  # the same for each of its sequences
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
       name, value = field.name, getattr(self, field.name)
-      if value is None:
+      if value is None or name == "all_reduces":
         continue
       if name.endswith(("_compute", "_memory", "_share")):
         most = MAX_CACHED if name == "elementwise_memory" else 1
@@ -102,6 +109,17 @@ class Fit:
         f"all_reduce_share={self.all_reduce_share} and "
         f"all_reduce_launch_s={self.all_reduce_launch_s}: both or neither"
       )
+    if self.all_reduces and self.all_reduce_share is None:
+      raise ValueError("all_reduces without all_reduce_share, which says what others take")
+    for devices, curve in self.all_reduces:
+      sizes, seconds = zip(*curve)
+      if devices < 2 or len(sizes) < 2 or list(sizes) != sorted(set(sizes)):
+        raise ValueError(f"all_reduces: {devices} devices, sizes {sizes}: two or more, ascending")
+      if min(seconds) <= 0 or seconds[-2] > seconds[-1]:
+        raise ValueError(
+          f"all_reduces over {devices} devices: {seconds} s must be positive, and not fall at the "
+          "end, from where they go on"
+        )
 
   def gemm_s(self, num_launches: T, compute_s: T, memory_s: T) -> T:
     compute_s = compute_s / self.gemm_compute
@@ -152,11 +170,33 @@ class Fit:
     )
     return (work_s + alone_s + abs(work_s - alone_s)) / 2  # the longer one
 
-  def all_reduce_s(self, num_launches: T, link_s: T, tp: T) -> T:
-    """`link_s`: the bytes' time at the link's rate. Only where it was fitted."""
+  def all_reduce_s(self, num_launches: T, num_bytes: T, tp: T, bytes_per_s: T) -> T:
+    """`num_bytes`: of each message. `bytes_per_s`: of the link. Only where it was fitted.
+
+    2 (tp - 1) / tp of the bytes cross each link: the least that any all-reduce must send, and what
+    a ring does (Patarasuk and Yuan 2009). The latency counts once, not once a hop of a ring: inside
+    a node small all-reduces are done in one hop.
+    """
+    slowdown = (tp / 2) ** math.log2(self.all_reduce_growth) / self.all_reduce_share
     each_s = self.all_reduce_launch_s + self.all_reduce_hop_s * (tp - 1)
-    slowdown = (tp / 2) ** math.log2(self.all_reduce_growth)
-    return num_launches * each_s + link_s * slowdown / self.all_reduce_share
+    each_s = each_s + crossing_bytes(num_bytes, tp) / bytes_per_s * slowdown
+    for devices, curve in self.all_reduces:
+      sizes, seconds = np.array(curve).T
+      own_s = on_lines(sizes, seconds, np.maximum(sizes[0], num_bytes))
+      each_s = np.where(tp == devices, own_s, each_s)
+    return num_launches * each_s
+
+
+def crossing_bytes(num_bytes: T, tp: T) -> T:
+  """Of a message of an all-reduce over `tp` devices, what crosses each link."""
+  return num_bytes * 2 * (tp - 1) / tp
+
+
+def on_lines(axis: np.ndarray, values: np.ndarray, x: T) -> T:
+  """The values at `x`, linear between those at two or more ascending places and beyond them."""
+  i = np.clip(np.searchsorted(axis, x, side="right") - 1, 0, len(axis) - 2)
+  share = (x - axis[i]) / (axis[i + 1] - axis[i])
+  return values[i] + share * (values[i + 1] - values[i])
 
 
 def smooth_max(a: T, b: T, p: float) -> T:

@@ -10,7 +10,7 @@ import numpy as np
 from pdjax.core.costs import OpRates, StepCounts, cost_rates, shard_of
 from pdjax.core.device_group import split_layers
 from pdjax.core.model_config import ModelConfig
-from pdjax.sim.hardware import Device, Fit, Link
+from pdjax.sim.hardware import Device, Fit, Link, crossing_bytes
 from pdjax.sim.latency_model import LatencyModel, StepTerms, over_link_s
 
 T = TypeVar("T")
@@ -47,6 +47,7 @@ class Roofline(LatencyModel):
   bytes_per_weight: float = 2
   bytes_per_kv: float = 2
   bytes_per_activation: float = 2
+  _fit: Fit = dataclasses.field(init=False, repr=False)
   _ops: OpTimes = dataclasses.field(init=False, repr=False)
   # What a step takes beside attention, by its tokens and by its rows that emit: steps repeat these.
   _body_s: dict[int, tuple[float, float, float]] = dataclasses.field(
@@ -69,6 +70,10 @@ class Roofline(LatencyModel):
       bytes_per_activation=self.bytes_per_activation,
     )
     object.__setattr__(self, "_ops", ops)
+    fit = self.device.fit or _IDEAL
+    if self.link != self.device.link:  # another is as much slower as its rate says
+      fit = dataclasses.replace(fit, all_reduces=())
+    object.__setattr__(self, "_fit", fit)
 
   @property
   def caveats(self) -> tuple[str, ...]:
@@ -82,12 +87,16 @@ class Roofline(LatencyModel):
       found.append(
         f"all-reduces of {name} were measured over {self.device.link.name}, not {self.link.name}"
       )
+    elif self._fit.all_reduces and self.tp > 1 and self.tp not in dict(self._fit.all_reduces):
+      found.append(
+        f"nobody measured all-reduces over {self.tp} x {name}: they take what a fit says"
+      )
     if not fit.host_s:
       found.append(f"nobody measured host time per step on {name}: it takes none")
     return tuple(found)
 
   def terms_of(self, counts: StepCounts) -> StepTerms:
-    fit = self.device.fit or _IDEAL
+    fit = self._fit
     num_prefills = counts.num_prefills or bool(counts.num_prefill_tokens)
     host_s = fit.host_s + fit.host_row_s * (counts.num_decodes + num_prefills)
     if self.fused or not (counts.num_prefill_tokens and counts.num_decodes):
@@ -99,12 +108,12 @@ class Roofline(LatencyModel):
     if self.one_kernel and counts.num_prefill_tokens:
       return LatencyModel.decode_steps_s(self, counts, num_steps)
     # Of all terms only decode attention depends on the keys, and it is linear in them.
-    fit, key_s = self.device.fit or _IDEAL, self._ops.attention[3]
+    fit, key_s = self._fit, self._ops.attention[3]
     more_s = fit.decode_s(0, counts.num_decodes * key_s, 0)
     return self.terms_of(counts).total_s + more_s * np.arange(num_steps)
 
   def _forward(self, counts: StepCounts) -> tuple[float, float, float, float, float]:
-    fit, ops = self.device.fit or _IDEAL, self._ops
+    fit, ops = self._fit, self._ops
     prefill_tokens, pairs, keys, decodes, decode_keys, emitted, prefills = counts
     tokens = prefill_tokens + decodes
     prefill_s = decode_s = 0.0
@@ -140,7 +149,7 @@ class Roofline(LatencyModel):
 
   def _layers_without_attention(self, num_tokens: int) -> tuple[float, float, float]:
     """Matrices, elementwise operators and all-reduces of all layers."""
-    fit, ops = self.device.fit or _IDEAL, self._ops
+    fit, ops = self._fit, self._ops
     linear_s = elementwise_s = 0.0
     # An operator's layers are alike, so the norm of their sums is the sum of their norms.
     if num_tokens:
@@ -154,25 +163,17 @@ class Roofline(LatencyModel):
     if not num_emitted:
       return 0.0
     launches, compute_s, memory_s, fixed_s = self._ops.lm_head
-    fit = self.device.fit or _IDEAL
-    return fit.gemm_s(launches, num_emitted * compute_s, num_emitted * memory_s + fixed_s)
+    return self._fit.gemm_s(launches, num_emitted * compute_s, num_emitted * memory_s + fixed_s)
 
   def _all_reduces_s(self, num_tokens: int) -> float:
-    """After attention and after the MLP of each layer.
-
-    2 (tp - 1) / tp of the bytes cross each link: the least that any all-reduce must send, and what
-    a ring does (Patarasuk and Yuan 2009). The latency counts once, not once a hop of a ring: inside
-    a node small all-reduces are done in one hop.
-    """
+    """After attention and after the MLP of each layer."""
     if self.tp == 1 or not num_tokens:
       return 0.0
-    launches = 2 * self.model.num_layers
+    launches, link = 2 * self.model.num_layers, self.link
     num_bytes = num_tokens * self.model.d_model * self.bytes_per_activation
-    num_bytes *= 2 * (self.tp - 1) / self.tp
-    fit = self.device.fit or _IDEAL
-    if fit.all_reduce_share is None:
-      return launches * self.link.copy_s(num_bytes)
-    return fit.all_reduce_s(launches, launches * num_bytes / self.link.bytes_per_s, self.tp)
+    if self._fit.all_reduce_share is None:
+      return launches * link.copy_s(crossing_bytes(num_bytes, self.tp))
+    return float(self._fit.all_reduce_s(launches, num_bytes, self.tp, link.bytes_per_s))
 
   def hand_over_s(self, num_tokens: int) -> float:
     """Of a pipeline: hidden states over `link` to the next stage, each device's to its counterpart.

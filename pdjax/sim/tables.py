@@ -12,7 +12,7 @@ import numpy as np
 
 from pdjax.core.costs import StepCounts
 from pdjax.core.model_config import ModelConfig
-from pdjax.sim.hardware import Link
+from pdjax.sim.hardware import Link, on_lines
 from pdjax.sim.latency_model import LatencyModel, StepTerms, over_link_s
 
 
@@ -69,7 +69,7 @@ class Grid:
       for line in map(lines.__getitem__, np.ndindex(lines.shape[:-1])):
         known = ~np.isnan(line)
         if 2 <= known.sum() < len(axis):
-          line[~known] = _on_lines(axis[known], line[known], axis[~known])
+          line[~known] = on_lines(axis[known], line[known], axis[~known])
     if np.isnan(values).any():
       raise ValueError(f"{int(np.isnan(values).sum())} points have no two measured neighbours")
     return cls(axes=tuple(tuple(axis) for axis in axes), values=values, is_measured=is_measured)
@@ -86,7 +86,7 @@ class Grid:
     values = np.zeros(len(self.axes[-1]))
     for index, share in self._corners(place):
       values += share * self.values[index]
-    return np.maximum(0.0, _on_lines(np.array(self.axes[-1], float), values, last))
+    return np.maximum(0.0, on_lines(np.array(self.axes[-1], float), values, last))
 
   def is_beyond(self, *place: float) -> bool:
     """Whether a place is outside the grid or touches a point that nobody measured."""
@@ -106,12 +106,6 @@ class Grid:
         ((*index, at), weight * part) for index, weight in corners for at, part in pairs if part
       ]
     return corners
-
-
-def _on_lines(axis: np.ndarray, values: np.ndarray, x: np.ndarray) -> np.ndarray:
-  i = np.clip(np.searchsorted(axis, x, side="right") - 1, 0, len(axis) - 2)
-  share = (x - axis[i]) / (axis[i + 1] - axis[i])
-  return values[i] + share * (values[i + 1] - values[i])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import pytest
 from configs.hardware import HARDWARE, LINKS
 from configs.models import MODELS
 from pdjax.core.costs import StepCounts, count_slices
-from pdjax.sim.fitting import Errors, Timing, fit, fit_steps, predict, whole_step
+from pdjax.sim.fitting import Errors, Timing, all_reduce_curves, fit, fit_steps, predict, whole_step
 from pdjax.sim.hardware import Device, Fit
 from pdjax.sim.roofline import Roofline
 
@@ -116,6 +116,59 @@ def test_one_kernel_for_both_is_fitted_beside_the_rest():
   found = fit(measured(timings, MIXED), BARE, start=TRUE).fit
   assert found.mixed_rows == pytest.approx(20, rel=0.05)
   assert found.mixed_idle_s == pytest.approx(5e-11, rel=0.2)
+
+
+def leaping_s(num_bytes: float, tp: int) -> float:
+  """A library that changes its algorithm at 1 MB."""
+  return 5e-6 * tp + num_bytes * (1e-11 if num_bytes < 2**20 else 3e-11)
+
+
+def all_reduces(tokens) -> list[Timing]:
+  return [
+    Timing(LAYER, tp, StepCounts(num_prefill_tokens=n), ("all_reduce",),
+           2 * leaping_s(8192 * n, tp))
+    for n in tokens
+    for tp in (2, 4)
+  ]  # fmt: skip
+
+
+def test_all_reduces_that_were_timed_alone_are_kept_by_size():
+  seen = all_reduces([2**i for i in range(14)])
+  start = fit(seen, BARE, link=LINK).fit
+  curves = all_reduce_curves(seen, BARE)
+  assert [devices for devices, _ in curves] == [2, 4]
+  assert [size for size, _ in curves[0][1]] == [2**i for i in range(13, 27)]
+  found = dataclasses.replace(start, all_reduces=curves)
+  others = all_reduces([3, 11, 40, 200, 700, 3000])  # none just before the leap
+  right = [timing.seconds for timing in others]
+  assert predict(found, others, BARE, LINK) == pytest.approx(right, rel=1e-3)
+  assert Errors.of(predict(start, others, BARE, LINK), right).p95 > 10  # of one form for all sizes
+
+
+def test_sizes_of_a_curve_lie_apart_and_noise_between_them_is_evened_out():
+  rng = np.random.default_rng(0)
+  true = all_reduces(range(8, 2049, 8))
+  noisy = [t._replace(seconds=t.seconds * rng.lognormal(0, 0.2)) for t in true]
+  curves = all_reduce_curves(noisy, BARE)
+  for _, curve in curves:
+    sizes = [size for size, _ in curve]
+    assert sizes[0] == 8 * 8192 and sizes[-1] == 2048 * 8192
+    assert all(b >= 2 * a for a, b in itertools.pairwise(sizes))
+  found = dataclasses.replace(TRUE, all_reduces=curves)
+  far = [t for t in true if not 2**19 < 8192 * t.counts.num_tokens < 2**21]  # from the leap
+  assert Errors.of(predict(found, far, BARE, LINK), [t.seconds for t in far]).median < 5
+
+
+def test_a_fit_of_whole_steps_forgets_all_reduces_of_another():
+  start = dataclasses.replace(TRUE, all_reduces=((4, ((8192, 1.0), (16384, 2.0))),))
+  steps = [whole_step(MODEL, 4, counts, 1.0) for counts in STEPS]
+  steps = measured(steps, TRUE)
+  found = fit(steps, dataclasses.replace(BARE, fit=start), link=LINK)
+  assert found.fit.all_reduces == () and found.errors.p95 < 3
+
+
+def test_one_size_is_no_curve():
+  assert all_reduce_curves(all_reduces([4]), BARE) == ()
 
 
 STEPS = [

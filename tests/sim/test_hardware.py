@@ -4,7 +4,7 @@ import pytest
 
 from configs.hardware import FITTED_FROM, HARDWARE, LINKS, link
 from configs.models import MODELS
-from pdjax.sim.hardware import Device, Link, parse_link
+from pdjax.sim.hardware import Device, Fit, Link, parse_link
 
 pytestmark = pytest.mark.quick
 
@@ -38,6 +38,22 @@ def test_impossible_hardware_is_refused():
     Link(name="l", latency_s=0.0, bytes_per_s=0)
   with pytest.raises(ValueError, match="memory_bytes=-1"):
     Device(name="d", peak_flops_per_s=1, peak_bytes_per_s=1, memory_bytes=-1)
+
+
+@pytest.mark.parametrize(
+  ("curve", "said"),
+  [
+    (((8, 1e-5),), "two or more, ascending"),
+    (((16, 1e-5), (8, 2e-5)), "two or more, ascending"),
+    (((8, -1e-5), (16, 2e-5)), "must be positive"),
+    (((8, 1e-5), (16, 3e-5), (32, 2e-5)), "not fall at the end"),
+  ],
+)
+def test_a_curve_of_all_reduces_that_cannot_go_on_is_refused(curve, said):
+  with pytest.raises(ValueError, match=f"all_reduces.* 4 devices.*{said}"):
+    Fit(all_reduce_share=0.5, all_reduce_launch_s=1e-5, all_reduces=((4, curve),))
+  with pytest.raises(ValueError, match="all_reduces without all_reduce_share"):
+    Fit(all_reduces=((4, ((8, 1e-5), (16, 2e-5))),))
 
 
 def test_entries_carry_the_name_they_are_listed_under():

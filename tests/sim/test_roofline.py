@@ -395,7 +395,7 @@ def test_what_nobody_measured_is_said():
 def test_a_measured_all_reduce_grows_with_its_bytes_and_its_devices(tp, num_tokens):
   fit = dataclasses.replace(
     A100.fit, all_reduce_share=0.5, all_reduce_launch_s=1e-5, all_reduce_hop_s=2e-6,
-    all_reduce_growth=2.0,
+    all_reduce_growth=2.0, all_reduces=(),
   )  # fmt: skip
   model = MODELS["llama3-70b"]
   latency = Roofline(model=model, device=dataclasses.replace(A100, fit=fit), tp=tp, link=NVLINK)
@@ -403,6 +403,31 @@ def test_a_measured_all_reduce_grows_with_its_bytes_and_its_devices(tp, num_toke
   each_s = 1e-5 + (tp - 1) * 2e-6 + num_bytes / (0.5 * 300e9) * tp / 2
   reduced_s = latency.terms_of(prefill(0, num_tokens)).all_reduce_s
   assert reduced_s == pytest.approx(2 * 80 * each_s, rel=1e-9)
+
+
+def test_an_all_reduce_takes_what_was_measured_for_its_size_devices_and_link():
+  model = MODELS["llama3-70b"]  # 16,384 bytes a token
+  curve = ((2 * 16_384, 1e-5), (4 * 16_384, 3e-5), (16 * 16_384, 9e-5))
+  fit = dataclasses.replace(A100.fit, all_reduces=((4, curve),))
+  device = dataclasses.replace(A100, fit=fit)
+
+  def each_s(num_tokens, tp=4, link=NVLINK, device=device):
+    latency = Roofline(model=model, device=device, tp=tp, link=link)
+    return latency.terms_of(prefill(0, num_tokens)).all_reduce_s / (2 * 80)
+
+  expected = {1: 1e-5, 2: 1e-5, 3: 2e-5, 4: 3e-5, 10: 6e-5, 16: 9e-5, 28: 15e-5}
+  assert {n: each_s(n) for n in expected} == pytest.approx(expected)
+
+  # Over other devices and over another link, what the parameters say of it.
+  form = dataclasses.replace(A100, fit=dataclasses.replace(fit, all_reduces=()))
+  slow = dataclasses.replace(NVLINK, name="slow", bytes_per_s=1e9)
+  assert each_s(3, tp=8) == each_s(3, tp=8, device=form) != pytest.approx(2e-5)
+  assert each_s(3, link=slow) == each_s(3, link=slow, device=form) > 2e-5
+  assert Roofline(model=model, device=device, tp=4, link=NVLINK).caveats == ()
+  (said,) = Roofline(model=model, device=device, tp=8, link=NVLINK).caveats
+  assert "all-reduces over 8 x a100" in said
+  (said,) = Roofline(model=model, device=device, tp=4, link=slow).caveats
+  assert "measured over nvlink, not slow" in said
 
 
 def test_a_plan_takes_the_sum_of_its_terms():
