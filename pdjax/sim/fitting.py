@@ -58,6 +58,7 @@ PRIORS = {
 """Priors and bounds of all parameters: round figures of the fits in `configs/hardware.py`."""
 
 _APART = 2  # so many times lie sizes of a curve of all-reduces from each other, at least
+_LEAST_S = 1e-9  # that one of these takes more than the one before
 _NOISE = 0.05  # relative error of a good timing: what a prior is weighed against
 _KINDS = {  # which parameters an operator of a kind has
   "linear": ("gemm_compute", "gemm_memory", "gemm_launch_s", "gemm_p", "gemm_throttle"),
@@ -171,15 +172,15 @@ def all_reduce_curves(timings: Sequence[Timing], device: Device) -> tuple[tuple[
   """`Fit.all_reduces` of all-reduces that were timed alone.
 
   Of sizes that were timed those stay that lie `_APART` times from each other, with the seconds that
-  bring the lines between them nearest to all timings, errors and weights as in `fit`.
+  bring the lines between them nearest to all timings and never fall; errors and weights are as in
+  `fit`.
   """
-  alone = [timing for timing in timings if timing.ops == ("all_reduce",)]
-  of = {tp: [t for t in alone if t.tp == tp] for tp in sorted({t.tp for t in alone})}
-  return tuple(
-    (tp, _curve(own, device))
-    for tp, own in of.items()
-    if len({_message_bytes(t.counts, t.model, device) for t in own}) > 1
-  )
+  alone: dict[int, list[Timing]] = {}
+  for timing in timings:
+    if timing.ops == ("all_reduce",):
+      alone.setdefault(timing.tp, []).append(timing)
+  curves = ((tp, _curve(own, device)) for tp, own in sorted(alone.items()))
+  return tuple((tp, curve) for tp, curve in curves if len(curve) > 1)
 
 
 def _curve(timings: Sequence[Timing], device: Device) -> Curve:
@@ -191,15 +192,23 @@ def _curve(timings: Sequence[Timing], device: Device) -> Curve:
     if size >= _APART * sizes[-1]:
       sizes.append(size)
   sizes[max(1, len(sizes) - 1) :] = [num_bytes.max()]  # lines go on beyond the last two
+  if sizes[0] == sizes[-1]:
+    return ()
   sizes, weights = np.array(sizes), _weights(timings)
 
+  def curve_s(logs: np.ndarray) -> np.ndarray:  # of the first and of what each next one adds
+    return np.cumsum(np.exp(logs))
+
   def residuals(logs: np.ndarray) -> np.ndarray:
-    predicted_s = on_lines(sizes, np.exp(logs), num_bytes)
+    predicted_s = on_lines(sizes, curve_s(logs), num_bytes)
     return weights * np.log(predicted_s / measured_s) / _NOISE
 
-  start = np.interp(sizes, num_bytes[order], measured_s[order])
-  found = least_squares(residuals, np.log(start), loss="soft_l1")
-  return tuple(zip(map(int, sizes), np.exp(found.x).tolist()))
+  start_s = np.maximum.accumulate(np.interp(sizes, num_bytes[order], measured_s[order]))
+  added_s = np.maximum(np.diff(start_s, prepend=0.0), 2 * _LEAST_S)
+  found = least_squares(
+    residuals, np.log(added_s), bounds=(math.log(_LEAST_S), math.inf), loss="soft_l1"
+  )
+  return tuple(zip(map(int, sizes), curve_s(found.x).tolist()))
 
 
 def fit_steps(

@@ -49,12 +49,12 @@ class Fit:
   and it takes as long as its longest context does alone. None: nobody measured such a kernel.
 
   An all-reduce over as many devices as `all_reduces` has takes what was measured there, linear
-  between sizes and beyond the largest, the same below the smallest: libraries change their
-  algorithms with the size of a message, by leaps. Over others it takes `all_reduce_launch_s`,
-  `all_reduce_hop_s` for each device but one, and as long as the bytes that cross each link at
-  `all_reduce_share` of its rate between two devices; with every doubling of the devices these take
-  `all_reduce_growth` times as long: 1 through a switch, 2 on a bus that all share, more across
-  sockets. Absent, nobody measured it, and the link is taken at its word.
+  between sizes and beyond the largest; below the smallest it takes as long as that. (Libraries
+  change their algorithms with the size of a message, by leaps.) Over others it takes
+  `all_reduce_launch_s`, `all_reduce_hop_s` for each device but one, and as long as the bytes that
+  cross each link at `all_reduce_share` of its rate between two devices; with every doubling of the
+  devices these take `all_reduce_growth` times as long: 1 through a switch, 2 on a bus that all
+  share, more across sockets. Absent, nobody measured it, and the link is taken at its word.
 
   The methods take seconds at the peaks, numbers or arrays of them.
 
@@ -112,13 +112,12 @@ class Fit:
     if self.all_reduces and self.all_reduce_share is None:
       raise ValueError("all_reduces without all_reduce_share, which says what others take")
     for devices, curve in self.all_reduces:
-      sizes, seconds = zip(*curve)
-      if devices < 2 or len(sizes) < 2 or list(sizes) != sorted(set(sizes)):
+      sizes, seconds = [size for size, _ in curve], [seconds for _, seconds in curve]
+      if devices < 2 or len(curve) < 2 or sizes != sorted(set(sizes)):
         raise ValueError(f"all_reduces: {devices} devices, sizes {sizes}: two or more, ascending")
-      if min(seconds) <= 0 or seconds[-2] > seconds[-1]:
+      if seconds[0] <= 0 or seconds != sorted(seconds):
         raise ValueError(
-          f"all_reduces over {devices} devices: {seconds} s must be positive, and not fall at the "
-          "end, from where they go on"
+          f"all_reduces over {devices} devices take {seconds} s by size: must be positive, not fall"
         )
 
   def gemm_s(self, num_launches: T, compute_s: T, memory_s: T) -> T:

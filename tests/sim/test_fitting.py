@@ -151,7 +151,8 @@ def test_sizes_of_a_curve_lie_apart_and_noise_between_them_is_evened_out():
   noisy = [t._replace(seconds=t.seconds * rng.lognormal(0, 0.2)) for t in true]
   curves = all_reduce_curves(noisy, BARE)
   for _, curve in curves:
-    sizes = [size for size, _ in curve]
+    sizes, seconds = zip(*curve)
+    assert list(seconds) == sorted(seconds)
     assert sizes[0] == 8 * 8192 and sizes[-1] == 2048 * 8192
     assert all(b >= 2 * a for a, b in itertools.pairwise(sizes))
   found = dataclasses.replace(TRUE, all_reduces=curves)
