@@ -117,7 +117,7 @@ def time_here(checked: Checked, progress: Progress) -> Timed:
     device = measured_device(devices[0], dtype)
   device = dataclasses.replace(device, bytes_per_value=width, fit=None)
   plans = steps_to_time(pages, prefill_tokens=longest, mixed_tokens=checked.budget, kinds=KINDS)
-  points = time_steps([executor], plans, show=progress.update)
+  points = time_steps(executor, plans, show=progress.update)
   progress.done(f"timed {len(points)} steps")
   return Timed(model.config, dtype, device, padding_of(buckets), points)
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
+import contextlib
 import dataclasses
+import itertools
 import math
 import os
 import random
 import statistics
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from experiments.bench_engine import best_s
@@ -79,7 +83,7 @@ def _sizes(most: int, num_sizes: int) -> list[int]:
 
 
 def time_steps(
-  executors: Sequence[Executor],
+  executor: Executor,
   plans: Sequence[StepPlan],
   *,
   steps_in_flight: int = 2,
@@ -88,7 +92,7 @@ def time_steps(
   seed: int = 0,
   show: Callable[[str], None] = lambda line: None,
 ) -> list[Point]:
-  """Times each step on all executors at once, as many in flight on each as a loop has.
+  """Times each step, as many in flight as a loop has.
 
   The seconds are from the end of one to the end of the next: what a plan costs a busy device.
   """
@@ -97,7 +101,7 @@ def time_steps(
   random.Random(seed).shuffle(order)
   order.sort(key=lambda item: item[0])
   for done, (_, i) in enumerate(order, 1):
-    times[i].append(_spacing_s(executors, plans[i], steps_in_flight, least_s))
+    times[i].append(_spacing_s(executor, plans[i], steps_in_flight, least_s))
     show(f"timed {done} of {len(order)} steps")
   return [
     Point(plan.kind, count_plan(plan), statistics.median(seconds))
@@ -105,27 +109,41 @@ def time_steps(
   ]
 
 
-def _spacing_s(
-  executors: Sequence[Executor], plan: StepPlan, steps_in_flight: int, least_s: float
-) -> float:
+def _spacing_s(executor: Executor, plan: StepPlan, steps_in_flight: int, least_s: float) -> float:
   start_s = time.perf_counter()
-  for ticket in [executor.submit(plan, 0.0) for executor in executors]:
-    ticket.result()
+  executor.submit(plan, 0.0).result()
   num_steps = max(2, math.ceil(least_s / (time.perf_counter() - start_s)))
-  pending: collections.deque = collections.deque()
   start_s = time.perf_counter()
-  for _ in range(num_steps):
-    pending.append([executor.submit(plan, 0.0) for executor in executors])
-    if len(pending) == steps_in_flight:
-      _wait(pending.popleft())
-  while pending:
-    _wait(pending.popleft())
+  _run_steps(executor, itertools.repeat(plan, num_steps), steps_in_flight)
   return (time.perf_counter() - start_s) / num_steps
 
 
-def _wait(tickets) -> None:
-  for ticket in tickets:
-    ticket.result()
+def _run_steps(executor: Executor, plans: Iterable[StepPlan], steps_in_flight: int) -> None:
+  pending: collections.deque = collections.deque()
+  for plan in plans:
+    pending.append(executor.submit(plan, 0.0))
+    if len(pending) == steps_in_flight:
+      pending.popleft().result()
+  while pending:
+    pending.popleft().result()
+
+
+@contextlib.contextmanager
+def kept_busy(executor: Executor, plan: StepPlan, steps_in_flight: int = 2) -> Iterator[None]:
+  """Within it another thread runs this step on `executor` again and again.
+
+  Raises:
+    Exception: what a step raised, at the end.
+  """
+  is_over = threading.Event()
+  steps = iter(lambda: None if is_over.is_set() else plan, None)
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    running = pool.submit(_run_steps, executor, steps, steps_in_flight)
+    try:
+      yield
+    finally:
+      is_over.set()
+    running.result()
 
 
 def fit_points(

@@ -9,7 +9,7 @@ seconds (TTFT: first token - arrival; TPOT: (last token - first) / (output token
 one token). Prints the errors of TTFT, TPOT and end-to-end times, writes summary.json and a picture.
 
 Without it runs the validation suite and writes VALIDATION.md and its pictures; what has no data
-here is named and left out. Takes a minute, with aiconfigurator five more, on the engine 25 unless
+here is named and left out. Takes a minute, with aiconfigurator five more, on the engine 40 unless
 `--engine=saved` shows the runs that were kept (with `--parts` not in this checkout but in runs/).
 """
 
@@ -311,7 +311,7 @@ if __name__ == "__main__":
   flags.DEFINE_string("data_dir", str(ROOT.parent / "shared" / "data"), "published measurements")
   flags.DEFINE_list("parts", [], f"of the suite, some of {','.join(PARTS)}; default: all")
   flags.DEFINE_enum(
-    "engine", "measure", ("measure", "saved"), "the engine's runs: 25 minutes, or those kept"
+    "engine", "measure", ("measure", "saved"), "the engine's runs: 40 minutes, or those kept"
   )
   flags.DEFINE_string("out", None, "folder; default: this checkout, or runs/validate-TIME")
   main(prepare, lambda run: run())

@@ -77,7 +77,7 @@ class Engine:
     for number, (probe, plan) in enumerate(plans.items(), 1):
       show(f"compiling what is new, step {number} of {len(plans)}: {probe}")
       self._executor.submit(plan, 0.0).result()
-    points = time_steps([self._executor], list(plans.values()), show=show)
+    points = time_steps(self._executor, list(plans.values()), show=show)
     return {probe: point.seconds for probe, point in zip(plans, points, strict=True)}
 
   def roofline_s(self, probe: Probe) -> float:

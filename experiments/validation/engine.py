@@ -8,13 +8,13 @@ import os
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from configs.engine_validation import get_config
-from experiments.profiling import Point, padding_of, time_steps
+from experiments.profiling import Point, kept_busy, padding_of, time_steps
 from experiments.program import SILENT, Relayed
 from experiments.serving import Experiment, check, serve_strategy, set_up
 from experiments.validation.page import Reached, Section
@@ -38,6 +38,8 @@ LOADS = (0.4, 0.6, 0.8, 1.0)  # of the capacity that the steps of the first cali
 REPEATS = 3
 SAVED = "engine.json"  # where runs are kept, beside the pictures
 TITLE = "The engine on this machine"
+NEIGHBOURS = {"prefill": "prefill", "mixed": "prefill", "decode": "decode"}
+"""Kind of another pool's step -> the one that was timed in its place."""
 COPY_TOKENS = (32, 128, 256, 432)
 ROUNDS = 4  # of simulations: by the third one the shares hardly change
 
@@ -62,11 +64,12 @@ class Measured(NamedTuple):
 class Calibration(NamedTuple):
   """What is known of the engine by its steps and copies.
 
-  Steps take longer beside those of another pool: the pools share the machine's memory.
+  Steps take longer beside those of another pool, and how much longer depends on the kind of these:
+  the pools share the machine's memory.
   """
 
   alone: PaddedSteps
-  beside: PaddedSteps
+  beside: Mapping[str, PaddedSteps]  # by `NEIGHBOURS`
   link: Link
 
 
@@ -79,7 +82,7 @@ class Run(NamedTuple):
 
 
 def part(data_dir: pathlib.Path, show: Callable[[str], None]) -> Section:
-  """Needs no data: it measures, for 25 minutes."""
+  """Needs no data: it measures, for 40 minutes."""
   try:
     runs, label = measure(get_config(), show)
   except (ImportError, SourceError) as error:
@@ -148,20 +151,33 @@ class Timed(NamedTuple):
   """One pass over the steps and the copies that are timed."""
 
   alone: Sequence[Point]  # in the order of `steps_of_each_size`
-  beside: Sequence[Point]
+  beside: Mapping[str, Sequence[Point]]
   copies: Sequence[Copied]
 
 
 def time_pools(
   experiment: Experiment, padding: Padding, number: int, show: Callable[[str], None]
 ) -> Timed:
-  """Times steps of every size on one pool, another in each pass, and on all; copies between two."""
+  """Times steps of every size on one pool, another in each pass, and copies between two.
+
+  The steps run alone, beside prompts that another pool computes, and beside its decodes.
+  """
   world = experiment.world
   groups = dict.fromkeys(spec.group for spec in pools_of(experiment.config))
   executors = [world.executor(group) for group in groups]
   plans = steps_of_each_size(world.pages, padding)
-  one = executors[number % len(executors)]
-  alone, beside = (time_steps(own, plans, passes=1, show=show) for own in ([one], executors))
+  one, other = (executors[(number + i) % len(executors)] for i in (0, 1))
+  prompts = sorted(request.num_prompt_tokens for request in experiment.requests)
+  neighbours = {
+    "prefill": probe_plan(world.pages, prefills=(prompts[len(prompts) // 2],)),
+    "decode": probe_plan(
+      world.pages, decodes=world.pages.num_rows // 4, context=world.pages.capacity_tokens // 2
+    ),
+  }
+  alone, beside = time_steps(one, plans, passes=1, show=show), {}
+  for kind, plan in neighbours.items():
+    with kept_busy(other, plan):
+      beside[kind] = time_steps(one, plans, passes=1, show=show)
   return Timed(alone, beside, _time_copies(experiment))
 
 
@@ -185,8 +201,9 @@ def calibration_of(
   link = Link(
     name="measured", latency_s=max(0.0, latency_s), bytes_per_s=token_bytes / max(slope, 1e-12)
   )
-  alone, beside = ([getattr(timed, name) for timed in passes] for name in ("alone", "beside"))
-  return Calibration(steps_of(alone), steps_of(beside), link)
+  alone = steps_of([timed.alone for timed in passes])
+  beside = {kind: steps_of([timed.beside[kind] for timed in passes]) for kind in passes[0].beside}
+  return Calibration(alone, beside, link)
 
 
 def _padding(experiment: Experiment) -> Padding:
@@ -258,12 +275,15 @@ def _time_copies(experiment: Experiment) -> list[Copied]:
 def _simulated(
   experiment: Experiment, strategy: str, requests: Sequence[Request], calibration: Calibration
 ) -> EventLog:
-  """Simulated again until it is known how long each pool is in steps beside another."""
+  """Simulated again until it is known how long each pool is in steps beside which of another."""
   config, specs = experiment.config, experiment.config.pools_of(strategy)
-  shares: dict[str, float] = {}
+  shares: dict[str, dict[str, float]] = {}
   for _ in range(ROUNDS):
     steps = {
-      spec.name: calibration.alone.towards(calibration.beside, shares.get(spec.name, 1.0))
+      spec.name: calibration.alone.blend(
+        (calibration.beside[NEIGHBOURS[kind]], share)
+        for kind, share in shares.get(spec.name, {}).items()
+      )
       for spec in specs
     }
     log = simulate(
@@ -364,9 +384,10 @@ def section(title: str, runs: Sequence[Run], label: str) -> Section:
   text = f"""{label}.
 
 In each of {num_repeats} repeats, before every rate, a few steps of every size that the engine pads
-to are timed, on one pool and on all pools at once, and copies of a few prompts; the simulator knows
-the medians of these, nothing of the runs. Pools share the machine's memory: for how much of a
-pool's time another one is busy, a first simulation says, and another is made with that. Every
+to are timed on one pool, alone, beside prompts of another and beside decodes of another, and copies
+of a few prompts; the simulator knows the medians of these, nothing of the runs. Pools share the
+machine's memory: for how much of a pool's time another one is busy, and with what, a first
+simulation says, and others are made with that. Every
 strategy serves the same requests. Medians of the repeats; the spread is that of the engine's. This
 machine is shared, and its speed swings. What is served (`configs/engine_validation.py`) was chosen
 in knowledge of earlier runs: the process that schedules runs on the same cores, which the simulator

@@ -169,25 +169,35 @@ def _sum(works: Iterable[Work]) -> Work:
   return first
 
 
-def overlaps(log: Iterable[Event]) -> dict[str, float]:
-  """Of the time that each pool spends in steps, the share in which another pool is in one too."""
+def overlaps(log: Iterable[Event]) -> dict[str, dict[str, float]]:
+  """Of the time that each pool spends in steps, the shares in which another is in one, by its kind.
+
+  Kinds are those of `Step`. Where several others are in steps they share the time.
+  """
   changes = []
   for event in log:
     if isinstance(event, Step | Stroke):
-      changes += [(event.start_s, 1, event.pool), (event.end_s, -1, event.pool)]
-  in_steps: dict[str, int] = {}  # more than one in the stages of a pipeline
+      changes += [(event.start_s, 1, event.pool, event.kind)]
+      changes += [(event.end_s, -1, event.pool, event.kind)]
+  in_steps: collections.Counter[tuple[str, str]] = collections.Counter()  # of a pool and a kind
   total_s: collections.Counter[str] = collections.Counter()
-  beside_s: collections.Counter[str] = collections.Counter()
+  beside_s: dict[str, collections.Counter[str]] = {
+    pool: collections.Counter() for _, _, pool, _ in changes
+  }
   before_s = 0.0
-  for time_s, change, pool in sorted(changes):
-    busy = [name for name, number in in_steps.items() if number]
-    for name in busy:
+  for time_s, change, pool, kind in sorted(changes):
+    busy = [key for key, number in in_steps.items() if number]
+    for name in {name for name, _ in busy}:
+      others = [its for other, its in busy if other != name]
       total_s[name] += time_s - before_s
-      if len(busy) > 1:
-        beside_s[name] += time_s - before_s
-    in_steps[pool] = in_steps.get(pool, 0) + change
+      for its in others:
+        beside_s[name][its] += (time_s - before_s) / len(others)
+    in_steps[pool, kind] += change
     before_s = time_s
-  return {pool: beside_s[pool] / total_s[pool] if total_s[pool] else 0.0 for pool in in_steps}
+  return {
+    pool: {kind: seconds / total_s[pool] for kind, seconds in own.items() if seconds}
+    for pool, own in beside_s.items()
+  }
 
 
 def prefix_hits(log: Iterable[Event]) -> tuple[int, int]:

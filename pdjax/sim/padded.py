@@ -83,12 +83,18 @@ class PaddedSteps(LatencyModel):
       attention_decode_s=decodes * times.decode_s + keys * times.decode_key_s,
     )
 
-  def towards(self, other: PaddedSteps, share: float) -> PaddedSteps:
-    """Steps that take what `other` says for such a share of their time, of the same sizes."""
+  def blend(self, others: Iterable[tuple[PaddedSteps, float]]) -> PaddedSteps:
+    """Steps that take what each of `others` says for such a share of their time, of the same sizes.
+
+    For what the shares leave they take what these take.
+    """
+    others = tuple(others)
+    parts = ((self, 1 - sum(share for _, share in others)), *others)
     times = {
-      size: SizeTimes(*((1 - share) * a + share * b for a, b in zip(own, other.times[size])))
-      for size, own in self.times.items()
-    }
+      size: SizeTimes(*(sum(share * steps.times[size][i] for steps, share in parts)
+                        for i in range(len(SizeTimes._fields))))
+      for size in self.times
+    }  # fmt: skip
     return dataclasses.replace(self, times=times)
 
   def hand_over_s(self, num_tokens: int) -> float:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from experiments.profiling import (
   ceiling_of,
   errors_by_kind,
   fit_points,
+  kept_busy,
   measured_device,
   predictions_s,
   steps_to_time,
@@ -89,28 +91,54 @@ def test_the_fit_of_these_steps_predicts_steps_that_were_not_timed():
     assert errors[kind].median < 3 and errors[kind].p95 < 10, (kind, errors[kind])
 
 
+class Counting:
+  """An executor that counts what is in flight, and whether another one was."""
+
+  def __init__(self, beside=None, fails_at=None):
+    self.now = self.most = self.num_steps = self.num_beside = 0
+    self.beside, self.fails_at = beside, fails_at
+
+  def submit(self, plan, now_s):
+    self.now += 1
+    self.num_steps += 1
+    self.most = max(self.most, self.now)
+    self.num_beside += self.beside is not None and self.beside.now > 0
+    if self.num_steps == self.fails_at:
+      raise RuntimeError("lost")
+    return self
+
+  def result(self):
+    time.sleep(1e-4)
+    self.now -= 1
+
+
 @pytest.mark.quick
-def test_steps_are_timed_in_flight_on_all_pools_at_once():
-  class Executor:
-    """Counts what is in flight."""
+def test_steps_are_timed_in_flight():
+  executor = Counting()
+  points = time_steps(executor, plans()[:3], steps_in_flight=2, least_s=1e-3)
+  assert executor.most == 2 and executor.now == 0 and executor.num_steps >= 2 * 3 * 3
+  assert all(point.seconds > 1e-4 for point in points)
 
-    def __init__(self):
-      self.now = self.most = self.num_steps = 0
 
-    def submit(self, plan, now_s):
-      self.now += 1
-      self.num_steps += 1
-      self.most = max(self.most, self.now)
-      return self
+@pytest.mark.quick
+def test_a_neighbour_is_kept_busy_until_the_steps_beside_it_were_timed():
+  other = Counting()
+  executor = Counting(beside=other)
+  with kept_busy(other, plans()[0]):
+    while not other.now:
+      time.sleep(1e-4)
+    time_steps(executor, plans()[:3], least_s=1e-3)
+  assert other.most == 2 and other.now == 0
+  assert executor.num_beside > 0.8 * executor.num_steps
+  seen = other.num_steps
+  time.sleep(5e-3)
+  assert other.num_steps == seen
 
-    def result(self):
-      self.now -= 1
 
-  executors = [Executor(), Executor()]
-  points = time_steps(executors, plans()[:3], steps_in_flight=2, least_s=1e-4)
-  assert [e.most for e in executors] == [2, 2] and all(e.now == 0 for e in executors)
-  assert executors[0].num_steps == executors[1].num_steps >= 2 * 3 * 3
-  assert all(point.seconds > 0 for point in points)
+@pytest.mark.quick
+def test_a_neighbour_that_fails_ends_the_timing():
+  with pytest.raises(RuntimeError, match="lost"), kept_busy(Counting(fails_at=3), plans()[0]):
+    time.sleep(0.01)
 
 
 @pytest.mark.slow

@@ -343,9 +343,9 @@ def test_a_disturbed_pass_over_the_steps_of_an_engine_changes_nothing():
   experiment = types.SimpleNamespace(world=types.SimpleNamespace(model=MODELS["tiny"]))
 
   def timed(slower):
-    alone, beside = (
+    alone, *beside = (
       [Point(plan.kind, count_plan(plan), each * plan.num_tokens) for plan in plans]
-      for each in (slower, 2 * slower)
+      for each in (slower, 2 * slower, 3 * slower)
     )
     copies = [
       Copied(
@@ -353,14 +353,14 @@ def test_a_disturbed_pass_over_the_steps_of_an_engine_changes_nothing():
       )
       for n in (100, 200)
     ]
-    return engine.Timed(alone, beside, copies)
+    return engine.Timed(alone, dict(zip(("prefill", "decode"), beside)), copies)
 
   one = engine.calibration_of(experiment, padding, [timed(1.0)])
   three = engine.calibration_of(experiment, padding, [timed(1.0), timed(3.0), timed(0.9)])
   assert (three.alone, three.beside) == (one.alone, one.beside)
   step = count_plan(plans[0])
-  half = one.alone.towards(one.beside, 0.5).terms_of(step).total_s
-  assert half == pytest.approx(1.5 * one.alone.terms_of(step).total_s)
+  part = one.alone.blend([(one.beside["prefill"], 0.5), (one.beside["decode"], 0.25)])
+  assert part.terms_of(step).total_s == pytest.approx(2 * one.alone.terms_of(step).total_s)
   assert one.link.copy_s(100 * MODELS["tiny"].kv_bytes_per_token(2)) == pytest.approx(1.0)
 
 

@@ -79,18 +79,25 @@ def test_prefill_does_more_flops_per_byte_than_decode(make_step):
   assert prefill.flop_per_byte > 10 * decode.flop_per_byte
 
 
-def test_overlap_is_the_share_of_a_pools_steps_beside_those_of_others(make_step):
+def test_overlap_is_the_share_of_a_pools_steps_beside_those_of_others_by_their_kind(make_step):
+  decode, prefill = {"decode": ((0, 9),)}, {"prefill": ((1, 0, 4),)}
   log = EventLog()
-  for pool, step_id, start_s, end_s in (
-    ("a", 0, 0.0, 4.0),
-    ("b", 1, 1.0, 2.0),
-    ("c", 2, 1.5, 3.0),
-    ("a", 3, 5.0, 6.0),
-    ("b", 4, 6.0, 7.0),  # just behind: not beside
-    ("d", 5, 9.0, 10.0),
+  for pool, step_id, start_s, end_s, what in (
+    ("a", 0, 0.0, 4.0, decode),
+    ("b", 1, 1.0, 2.0, prefill),
+    ("c", 2, 1.5, 3.0, decode),
+    ("a", 3, 5.0, 6.0, decode),
+    ("b", 4, 6.0, 7.0, decode),  # just behind: not beside
+    ("d", 5, 9.0, 10.0, prefill),
   ):
-    log.append(make_step(pool, step_id, start_s, end_s, decode=((0, 9),)))
-  assert overlaps(log) == {"a": 2 / 5, "b": 1 / 2, "c": 1.0, "d": 0.0}
+    log.append(make_step(pool, step_id, start_s, end_s, **what))
+  assert overlaps(log) == {
+    # 1 to 1.5 beside b, to 2 beside both, to 3 beside c
+    "a": {"prefill": pytest.approx(0.75 / 5), "decode": pytest.approx(1.25 / 5)},
+    "b": {"decode": 1 / 2},
+    "c": {"decode": pytest.approx((0.25 + 1) / 1.5), "prefill": pytest.approx(0.25 / 1.5)},
+    "d": {},
+  }
   assert overlaps(EventLog()) == {}
 
 

@@ -95,12 +95,16 @@ def test_many_steps_at_once_are_those_one_at_a_time(steps):
   np.testing.assert_allclose(steps.decode_steps_s(counts, 20), alone, rtol=1e-12)
 
 
-def test_a_share_of_other_steps_lies_in_between(steps):
-  slower = PaddedSteps.of(PADDING, [(counts, 2 * true_s(counts)) for counts in STEPS])
-  for share in (0.0, 0.25, 1.0):
-    own = steps.towards(slower, share)
+def test_shares_of_other_steps_lie_in_between(steps):
+  two, four = (
+    PaddedSteps.of(PADDING, [(counts, times * true_s(counts)) for counts in STEPS])
+    for times in (2, 4)
+  )
+  for a, b in ((0.0, 0.0), (0.25, 0.5), (0.0, 1.0)):
+    own = steps.blend([(two, a), (four, b)])
     for counts in STEPS:
-      assert own.terms_of(counts).total_s == pytest.approx((1 + share) * true_s(counts), rel=1e-6)
+      expected_s = (1 + a + 3 * b) * true_s(counts)
+      assert own.terms_of(counts).total_s == pytest.approx(expected_s, rel=1e-6)
 
 
 def test_what_nobody_timed_is_not_guessed(steps):
