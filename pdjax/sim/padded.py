@@ -89,12 +89,12 @@ class PaddedSteps(LatencyModel):
     For what the shares leave they take what these take.
     """
     others = tuple(others)
-    parts = ((self, 1 - sum(share for _, share in others)), *others)
+    own_share = 1 - sum(share for _, share in others)
+    steps, shares = zip((self, own_share), *others)
     times = {
-      size: SizeTimes(*(sum(share * steps.times[size][i] for steps, share in parts)
-                        for i in range(len(SizeTimes._fields))))
+      size: SizeTimes(*np.dot(shares, [its.times[size] for its in steps]).tolist())
       for size in self.times
-    }  # fmt: skip
+    }
     return dataclasses.replace(self, times=times)
 
   def hand_over_s(self, num_tokens: int) -> float:

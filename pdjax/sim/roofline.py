@@ -71,9 +71,10 @@ class Roofline(LatencyModel):
     )
     object.__setattr__(self, "_ops", ops)
     fit = self.device.fit or _IDEAL
-    if self.link != self.device.link:  # another is as much slower as its rate says
-      fit = dataclasses.replace(fit, all_reduces=())
-    object.__setattr__(self, "_fit", fit)
+    # Over another link all-reduces are as much slower as its rate says.
+    curves = fit.all_reduces if self.link == self.device.link else ()
+    own = tuple((devices, curve) for devices, curve in curves if devices == self.tp)
+    object.__setattr__(self, "_fit", dataclasses.replace(fit, all_reduces=own))
 
   @property
   def caveats(self) -> tuple[str, ...]:
@@ -87,7 +88,7 @@ class Roofline(LatencyModel):
       found.append(
         f"all-reduces of {name} were measured over {self.device.link.name}, not {self.link.name}"
       )
-    elif self._fit.all_reduces and self.tp > 1 and self.tp not in dict(self._fit.all_reduces):
+    elif self.tp > 1 and fit.all_reduces and not self._fit.all_reduces:
       found.append(
         f"nobody measured all-reduces over {self.tp} x {name}: they take what a fit says"
       )
