@@ -158,16 +158,16 @@ def run(
   print("", flush=True)
   files = write_results(checked.out, experiment, data)
   print(f"wrote {', '.join(files)} to {checked.out}", flush=True)
-  if twin is not None and not experiment.was_interrupted:
+  if twin is not None and not experiment.cut_short:
     other = run_experiment(twin, progress)
     text, data["simulated"] = report(other)
     print(text)
     write_summary(checked.out, data)
     print(f"\nadded the simulated strategies to {checked.out / 'summary.json'}")
-    if other.was_interrupted:
-      return 130
-  if experiment.was_interrupted:
-    return 130
+    if other.cut_short:
+      return other.cut_short
+  if experiment.cut_short:
+    return experiment.cut_short
   all_failed = any(not outcomes(run.records)["finished"] for run in experiment.runs.values())
   return int(is_wrong or all_failed)
 

@@ -129,14 +129,16 @@ def _run_steps(executor: Executor, plans: Iterable[StepPlan], steps_in_flight: i
 
 
 @contextlib.contextmanager
-def kept_busy(executor: Executor, plan: StepPlan, steps_in_flight: int = 2) -> Iterator[None]:
-  """Within it another thread runs this step on `executor` again and again.
+def kept_busy(
+  executor: Executor, plans: Sequence[StepPlan], steps_in_flight: int = 2
+) -> Iterator[None]:
+  """Within it another thread runs these steps on `executor` one after another, again and again.
 
   Raises:
     Exception: what a step raised, at the end.
   """
   is_over = threading.Event()
-  steps = iter(lambda: None if is_over.is_set() else plan, None)
+  steps = itertools.takewhile(lambda _: not is_over.is_set(), itertools.cycle(plans))
   with concurrent.futures.ThreadPoolExecutor(1) as pool:
     running = pool.submit(_run_steps, executor, steps, steps_in_flight)
     try:

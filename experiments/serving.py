@@ -35,7 +35,7 @@ from pdjax.metrics.latency import enough
 from pdjax.metrics.timeline import write_chrome_trace
 from pdjax.metrics.utilisation import span_s
 from pdjax.serving.cluster import Cluster
-from pdjax.serving.executor import Nowhere
+from pdjax.serving.executor import Nowhere, PoolLost
 from pdjax.serving.inbox import Inbox
 from pdjax.serving.loop import serve
 from pdjax.workloads import make_requests
@@ -65,7 +65,7 @@ class Experiment:
   requests: Sequence[Request]
   runs: dict[str, StrategyRun]
   workload_label: str | None = None
-  was_interrupted: bool = False
+  cut_short: int = 0  # exit status of one that ended before all strategies had: 130 after Ctrl-C
 
 
 # Before anything compiles -------------------------------------------------------------------------
@@ -150,7 +150,11 @@ def run_experiment(
 ) -> Experiment:
   """Sets an experiment up and serves it under every strategy in turn.
 
-  Ctrl-C once the first strategy serves ends the experiment with what there is.
+  Ctrl-C once the first strategy serves ends the experiment with what there is, and so does a pool
+  that cannot start again after the first strategy.
+
+  Raises:
+    PoolLost: one that cannot start before anything was served.
   """
   experiment = set_up(checked, progress)
   for strategy in experiment.config.strategy_names:
@@ -159,11 +163,17 @@ def run_experiment(
       with profiled(strategy):
         serve_strategy(experiment, strategy, log, progress)
     except KeyboardInterrupt:
-      experiment.was_interrupted = True
-    experiment.runs[strategy] = analyse(strategy, log, experiment.slo)
-    if experiment.was_interrupted:
-      progress.done("interrupted: reporting what was measured so far")
+      experiment.cut_short, reason = 130, "interrupted"
+    except PoolLost as error:
+      if not experiment.runs:
+        raise
+      experiment.cut_short, reason = 1, f"error: {error}"
       break
+    experiment.runs[strategy] = analyse(strategy, log, experiment.slo)
+    if experiment.cut_short:
+      break
+  if experiment.cut_short:
+    progress.done(f"{reason}: reporting what was measured so far")
   return experiment
 
 
@@ -515,7 +525,7 @@ def report(experiment: Experiment) -> tuple[str, dict[str, Any]]:
       name: {"same_pool": to_plain(run.same_pool), "any_pool": to_plain(run.any_pool)}
       for name, run in runs.items()
     },
-    "interrupted": experiment.was_interrupted,
+    "interrupted": bool(experiment.cut_short),
     "verdict": words,
   }  # fmt: skip
   return text, data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import importlib
 import json
@@ -172,15 +173,25 @@ class Tokenizer:
     _check_messages(messages)
     if self._chat_template is None:
       raise ValueError("this checkpoint has no chat template: send plain text")
-    jinja2, sandbox = _optional("jinja2"), _optional("jinja2.sandbox")
+    jinja2, sandbox, ext = map(_optional, ("jinja2", "jinja2.sandbox", "jinja2.ext"))
 
     def raise_exception(message: str) -> None:  # templates call it by this name
       raise jinja2.TemplateError(message)
 
+    class Generation(ext.Extension):
+      """`{% generation %}` marks what training is to learn; to serve it is text like any other."""
+
+      tags = frozenset({"generation"})
+
+      def parse(self, parser):
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
     # A template is a program from a downloaded file, hence the sandbox.
     environment = sandbox.ImmutableSandboxedEnvironment(
-      trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+      trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols, Generation]
     )
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     # Jinja's own makes text safe for HTML: other tokens than the model was trained on.
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     try:

@@ -145,6 +145,9 @@ def test_a_chat_template_gets_messages_and_special_tokens_and_runs_in_a_sandbox(
   template = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
   assert rendered(template) == QUESTION + "<|end|>"
   assert rendered("{{ '<é>&' | tojson }}") == '"<é>&"', "as of transformers, not safe for HTML"
+  marked = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}!{% endfor %}"
+  assert rendered(marked) == QUESTION + "!", "what training is to learn is text here"
+  assert len(rendered("{{ strftime_now('%d %b %Y') }}")) == len("26 Jul 2024"), "as Llama 3.2 asks"
   with pytest.raises(ValueError, match="the chat template failed: unsupported operand"):
     rendered("{{ 1 + none }}")
   with pytest.raises(ValueError, match="only users"):

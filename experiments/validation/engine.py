@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -167,16 +168,19 @@ def time_pools(
   executors = [world.executor(group) for group in groups]
   plans = steps_of_each_size(world.pages, padding)
   one, other = (executors[(number + i) % len(executors)] for i in (0, 1))
-  prompts = sorted(request.num_prompt_tokens for request in experiment.requests)
+  prompts = [request.num_prompt_tokens for request in experiment.requests]
+  most_rows = world.pages.num_rows // 2
+  # Of changing sizes, as in a run: beside one and the same step others take hardly longer.
   neighbours = {
-    "prefill": probe_plan(world.pages, prefills=(prompts[len(prompts) // 2],)),
-    "decode": probe_plan(
-      world.pages, decodes=world.pages.num_rows // 4, context=world.pages.capacity_tokens // 2
-    ),
+    "prefill": [probe_plan(world.pages, prefills=(prompt,)) for prompt in prompts],
+    "decode": [
+      probe_plan(world.pages, decodes=rows, context=round(statistics.fmean(prompts)))
+      for rows in random.Random(number).sample(range(1, 1 + most_rows), most_rows)
+    ],
   }
   alone, beside = time_steps(one, plans, passes=1, show=show), {}
-  for kind, plan in neighbours.items():
-    with kept_busy(other, plan):
+  for kind, its in neighbours.items():
+    with kept_busy(other, its):
       beside[kind] = time_steps(one, plans, passes=1, show=show)
   return Timed(alone, beside, _time_copies(experiment))
 

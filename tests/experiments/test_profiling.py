@@ -124,7 +124,7 @@ def test_steps_are_timed_in_flight():
 def test_a_neighbour_is_kept_busy_until_the_steps_beside_it_were_timed():
   other = Counting()
   executor = Counting(beside=other)
-  with kept_busy(other, plans()[0]):
+  with kept_busy(other, plans()[:2]):
     while not other.now:
       time.sleep(1e-4)
     time_steps(executor, plans()[:3], least_s=1e-3)
@@ -137,7 +137,7 @@ def test_a_neighbour_is_kept_busy_until_the_steps_beside_it_were_timed():
 
 @pytest.mark.quick
 def test_a_neighbour_that_fails_ends_the_timing():
-  with pytest.raises(RuntimeError, match="lost"), kept_busy(Counting(fails_at=3), plans()[0]):
+  with pytest.raises(RuntimeError, match="lost"), kept_busy(Counting(fails_at=3), plans()[:2]):
     time.sleep(0.01)
 
 

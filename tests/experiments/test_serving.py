@@ -46,7 +46,7 @@ from pdjax.core.request import Request, SamplingParams
 from pdjax.metrics.goodput import Slo, attainment, summary
 from pdjax.metrics.latency import outcomes, phases, request_records
 from pdjax.scheduling.probe import probe_plan
-from pdjax.serving.executor import Handle
+from pdjax.serving.executor import Handle, PoolLost
 from pdjax.sim.roofline import Roofline, num_pages
 from pdjax.workloads.lengths import Fixed
 
@@ -477,6 +477,34 @@ def test_ctrl_c_writes_what_was_measured(tmp_path, capsys, run, expected):
   assert partial["num_requests"] == sum(counts.values())
   assert partial["attainment"] == attainment(records, Slo(**data["slo"]))
   assert partial["attainment"] <= counts["finished"] / sum(counts.values()), "not counted as misses"
+
+
+class LosingWorld(SimWorld):
+  """Has no pool left for the run number `run`."""
+
+  run = 1
+
+  def clock(self):
+    self.run -= 1
+    if self.run == 0:
+      raise PoolLost("devices 0: no more processes")
+    return super().clock()
+
+
+def losing(tmp_path, run):
+  checked = interrupted(tmp_path)
+  world = LosingWorld(checked.config, checked.config.workload.lengths.longest, 30)
+  world.run = run
+  return dataclasses.replace(checked, world=world)
+
+
+def test_a_pool_that_cannot_start_again_leaves_the_runs_before_it(tmp_path, capsys):
+  pytest.importorskip("matplotlib")
+  assert compare.run((losing(tmp_path, 2), losing(tmp_path, 1))) == 1
+  assert check_files(tmp_path / "out", STRATEGIES[:1])["interrupted"] is True
+  assert "devices 0: no more processes: reporting" in capsys.readouterr().err
+  with pytest.raises(PoolLost):
+    compare.run((losing(tmp_path, 1), None))
 
 
 def test_ctrl_c_before_the_first_request_writes_empty_results(tmp_path):
