@@ -14,8 +14,8 @@ write the same of the figures that they name to runs/reproduce-TIME.
 Finished runs and searches are kept in OUT/points.jsonl and OUT/probes.jsonl: the same command with
 the same --out goes on where it was interrupted. Figures of kind "engine" are measured on this
 machine, and anew each time. What needs files of --data_dir or --trace_dir that are not there is
-named as missing. Exit status 1: a figure failed; 2: wrong input; 130: interrupted, with the figures
-that were done.
+named as missing. Exit status 1: a figure failed; 2: wrong input; 130: interrupted: a page under
+--out has the figures that were done, REPRODUCTION.md stays as it was.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def run(prepared: Prepared | None) -> int:
         entry = make(figure, bench, files)
       except KeyboardInterrupt:
         was_interrupted = True
-        progress.done("interrupted: the page has the figures that are done")
+        progress.done("interrupted")
         break
       except Exception as error:  # of one figure; the others do not depend on it
         traceback.print_exc()
@@ -106,8 +106,11 @@ def run(prepared: Prepared | None) -> int:
         f"{time.monotonic() - figure_s:.0f} s{'' if entry.found else ': MISSING'}"
       )
       print(_report(entry), flush=True)
-  if entries:
-    write_page(entries, prepared.out, time.monotonic() - start_s, bench.num_kept)
+  if was_interrupted and prepared.out == ROOT:
+    print("REPRODUCTION.md stays as it was")  # not all figures' page made one of a few
+  elif entries:
+    num_left = len(prepared.figures) - len(entries)
+    write_page(entries, prepared.out, time.monotonic() - start_s, bench.num_kept, num_left)
     print(
       f"{counts_line(entries)}\nwrote {prepared.out / 'REPRODUCTION.md'}, and "
       f"{files / 'index.html'} with tables and pictures beside it"
@@ -158,14 +161,20 @@ def _report(entry: Entry) -> str:
   return "\n".join(lines)
 
 
-def write_page(entries: list[Entry], out: pathlib.Path, took_s: float, num_kept: int) -> None:
-  """Writes both pages. So many runs were kept from before, and took their time then."""
+def write_page(
+  entries: list[Entry], out: pathlib.Path, took_s: float, num_kept: int, num_left: int
+) -> None:
+  """Writes both pages. So many runs were kept from before, and took their time then.
+
+  `num_left`: of the figures that were asked for, those that an interrupt left away.
+  """
   quick = " --quick" if FLAGS.quick else ""
+  left = f" Interrupted: {num_left} figures are not here." if num_left else ""
   beside = f" beside {num_kept:,} runs kept from before" if num_kept else ""
   made = (
     f"Made by `python -m experiments.reproduce --figure={FLAGS.figure}{quick}` in "
     f"{took_s / 60:.1f} minutes{beside}, {time.strftime('%d %b %Y')}, on {os.cpu_count()} cores "
-    f"({platform.machine()}), {FLAGS.jobs} at work."
+    f"({platform.machine()}), {FLAGS.jobs} at work.{left}"
   )
   with whole_file(out / "REPRODUCTION.md") as path:
     path.write_text(markdown(entries, FILES, made))

@@ -57,6 +57,12 @@ MS = 1e3
 
 # A file of requests -------------------------------------------------------------------------------
 
+REPLAY_FLAGS = (
+  "model", "hardware", "tp", "strategy", "pools", "token_budget", "prefill_budget", "num_rows",
+  "page_size", "num_pages", "reserve_gb", "reservation", "watermark", "latency", "host_ms", "link",
+)  # fmt: skip
+SUITE_FLAGS = ("parts", "engine")
+
 
 class Checked(NamedTuple):
   """A replay that can run."""
@@ -275,11 +281,16 @@ def section_of(name: str, part: Part, data_dir: pathlib.Path, show: Show) -> Sec
 
 def prepare() -> Callable[[], int]:
   if FLAGS.requests is not None:
+    for name in SUITE_FLAGS:
+      if FLAGS[name].present:
+        raise ValueError(
+          f"--{name}={FLAGS[name].value} is of the suite, but --requests of a replay"
+        )
     return functools.partial(run_replay, check_replay())
-  for name in ("model", "hardware", "pools"):
-    if getattr(FLAGS, name) is not None:  # half an hour of something else than was asked for
+  for name in REPLAY_FLAGS:
+    if FLAGS[name].present:  # half an hour of something else than was asked for
       raise ValueError(
-        f"--{name}={getattr(FLAGS, name)} is of a replay, whose --requests=FILE is missing; the "
+        f"--{name}={FLAGS[name].value} is of a replay, whose --requests=FILE is missing; the "
         f"suite has its own"
       )
   return functools.partial(run_suite, check_suite())
@@ -294,11 +305,15 @@ if __name__ == "__main__":
   flags.DEFINE_string("strategy", "fcfs", f"of {', '.join(STRATEGIES)}; fcfs is vLLM's since v1")
   flags.DEFINE_string("pools", None, f"pools of any shape instead: {POOLS_FORM}")
   flags.DEFINE_integer("token_budget", 2048, "most tokens of a step", lower_bound=1)
-  flags.DEFINE_integer("prefill_budget", None, "the same of policies that take prompts whole")
+  flags.DEFINE_integer(
+    "prefill_budget", None, "the same of policies that take prompts whole", lower_bound=1
+  )
   flags.DEFINE_integer("num_rows", 128, "most sequences of a pool", lower_bound=1)
   flags.DEFINE_integer("page_size", 16, "tokens of a page", lower_bound=1)
-  flags.DEFINE_integer("num_pages", None, "pages of a pool; default: what its memory holds")
-  flags.DEFINE_float("reserve_gb", 0.0, "memory for the runtime, beside 10 %")
+  flags.DEFINE_integer(
+    "num_pages", None, "pages of a pool; default: what its memory holds", lower_bound=1
+  )
+  flags.DEFINE_float("reserve_gb", 0.0, "memory for the runtime, beside 10 %", lower_bound=0)
   flags.DEFINE_string("reservation", None, "as scheduler.reservation; default: the policy's")
   flags.DEFINE_float("watermark", 0.0, "share of pages that admission leaves free")
   flags.DEFINE_string("latency", "roofline", f"step times by name: {', '.join(LATENCY)}")

@@ -388,14 +388,15 @@ def section(title: str, runs: Sequence[Run], label: str) -> Section:
   text = f"""{label}.
 
 In each of {num_repeats} repeats, before every rate, a few steps of every size that the engine pads
-to are timed on one pool, alone, beside prompts of another and beside decodes of another, and copies
-of a few prompts; the simulator knows the medians of these, nothing of the runs. Pools share the
-machine's memory: for how much of a pool's time another one is busy, and with what, a first
-simulation says, and others are made with that. Every
-strategy serves the same requests. Medians of the repeats; the spread is that of the engine's. This
-machine is shared, and its speed swings. What is served (`configs/engine_validation.py`) was chosen
-in knowledge of earlier runs: the process that schedules runs on the same cores, which the simulator
-leaves out, and takes a third of the tiny model's steps but a small share of these.
+to are timed on one pool, alone, beside prompts of another and beside decodes of another, both of
+changing sizes, and copies of a few prompts; the simulator knows the medians of these, nothing of
+the runs. Pools share the machine's memory: for how much of a pool's time another one is busy, and
+with what, a first simulation says, and others are made with that. Every strategy serves the same
+requests. Medians of the repeats; the spread is that of the engine's. This machine is shared, and
+its speed swings. What is served (`configs/engine_validation.py`) and beside what steps are timed
+were settled in knowledge of the steps of earlier runs: the process that schedules runs on the same
+cores, which the simulator leaves out, and takes a third of the tiny model's steps but a small share
+of these.
 
 {markdown_table(table)}"""
   return Section(

@@ -97,10 +97,12 @@ class Counting:
   def __init__(self, beside=None, fails_at=None):
     self.now = self.most = self.num_steps = self.num_beside = 0
     self.beside, self.fails_at = beside, fails_at
+    self.plans = []
 
   def submit(self, plan, now_s):
     self.now += 1
     self.num_steps += 1
+    self.plans.append(plan)
     self.most = max(self.most, self.now)
     self.num_beside += self.beside is not None and self.beside.now > 0
     if self.num_steps == self.fails_at:
@@ -121,7 +123,7 @@ def test_steps_are_timed_in_flight():
 
 
 @pytest.mark.quick
-def test_a_neighbour_is_kept_busy_until_the_steps_beside_it_were_timed():
+def test_a_neighbour_is_kept_busy_by_steps_in_turn_until_those_beside_it_were_timed():
   other = Counting()
   executor = Counting(beside=other)
   with kept_busy(other, plans()[:2]):
@@ -129,6 +131,7 @@ def test_a_neighbour_is_kept_busy_until_the_steps_beside_it_were_timed():
       time.sleep(1e-4)
     time_steps(executor, plans()[:3], least_s=1e-3)
   assert other.most == 2 and other.now == 0
+  assert other.plans[:4] == 2 * plans()[:2]
   assert executor.num_beside > 0.8 * executor.num_steps
   seen = other.num_steps
   time.sleep(5e-3)

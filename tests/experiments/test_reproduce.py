@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import pathlib
+import types
 from typing import NamedTuple
 
 import pytest
 
+from experiments import reproduce
 from experiments.program import SILENT
 from experiments.reproduction import reduce
 from experiments.reproduction.bench import Bench, _source
 from experiments.reproduction.figure import HOLDS, MISSING, NOT, Compared, Figure, Found, Judged
 from experiments.reproduction.page import Entry, counted, counts, markdown, web_page
+from experiments.sweep import make_sweep
 
 pytestmark = pytest.mark.quick
 
@@ -127,3 +130,30 @@ def test_only_runs_that_a_command_takes_over_are_kept_from_before(tmp_path: path
   assert num_kept("old code") == 0
   assert num_kept("new code") == 0  # though there is a file with runs
   assert num_kept("new code", "old code", "newest code") == 2
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_an_interrupted_page_says_so_and_takes_the_place_of_no_whole_one(
+  tmp_path, monkeypatch, in_place
+):
+  def interrupted(bench):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(
+    reproduce,
+    "FLAGS",
+    types.SimpleNamespace(quick=False, figure="all", jobs=1, data_dir=".", trace_dir="."),
+  )
+  if in_place:
+    monkeypatch.setattr(reproduce, "ROOT", tmp_path)
+  page = tmp_path / "REPRODUCTION.md"
+  page.write_text("all figures")
+  figures = [_figure(), _figure("paper/fig2", make=interrupted), _figure("paper/fig3")]
+  kept = tmp_path / "kept"
+  prepared = reproduce.Prepared(figures, tmp_path, kept, make_sweep(jobs=1, ray=None))
+  assert reproduce.run(prepared) == 130
+  if in_place:
+    assert page.read_text() == "all figures"
+  else:
+    assert "paper/fig1" in page.read_text()
+    assert "Interrupted: 2 figures are not here." in page.read_text()

@@ -112,6 +112,21 @@ def test_a_column_that_is_missing_is_named(tmp_path, missing):
     read_requests(path)
 
 
+@pytest.mark.parametrize(
+  ("flags", "message"),
+  [
+    (["--latency=one_kernel"], "--latency=one_kernel is of a replay, whose --requests=FILE"),
+    (["--requests=served.csv", "--parts=steps"], "--parts=['steps'] is of the suite"),
+    (["--requests=served.csv", "--num_pages=0"], "num_pages"),
+  ],
+)
+def test_flags_of_something_else_than_is_asked_for_are_refused(flags, message):
+  command = [sys.executable, "-m", "experiments.validate", *flags]
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+  assert done.returncode == 2 and done.stdout == ""
+  assert message in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_the_program_refuses_in_one_message(tmp_path):
   path = write(tmp_path, [("0", "10", "2", "-1", "0.02")])
   command = [sys.executable, "-m", "experiments.validate", f"--requests={path}",
