@@ -52,6 +52,11 @@ class Prepared(NamedTuple):
   kept: pathlib.Path  # of finished runs
   sweep: Sweep
 
+  @property
+  def is_in_place(self) -> bool:
+    """Whether the page is the checkout's own."""
+    return self.out == ROOT
+
 
 def prepare() -> Prepared | None:
   if FLAGS.list:
@@ -106,8 +111,8 @@ def run(prepared: Prepared | None) -> int:
         f"{time.monotonic() - figure_s:.0f} s{'' if entry.found else ': MISSING'}"
       )
       print(_report(entry), flush=True)
-  if was_interrupted and prepared.out == ROOT:
-    print("REPRODUCTION.md stays as it was")  # not all figures' page made one of a few
+  if was_interrupted and prepared.is_in_place:  # one of a few figures should replace none of all
+    print("REPRODUCTION.md stays as it was")
   elif entries:
     num_left = len(prepared.figures) - len(entries)
     write_page(entries, prepared.out, time.monotonic() - start_s, bench.num_kept, num_left)
@@ -122,7 +127,7 @@ def run(prepared: Prepared | None) -> int:
 
 
 def _again(prepared: Prepared) -> str:
-  return "" if prepared.out == ROOT else f" with --out={prepared.out}"
+  return "" if prepared.is_in_place else f" with --out={prepared.out}"
 
 
 def make(figure: Figure, bench: Bench, files: pathlib.Path) -> Entry:

@@ -280,19 +280,19 @@ def section_of(name: str, part: Part, data_dir: pathlib.Path, show: Show) -> Sec
 
 
 def prepare() -> Callable[[], int]:
-  if FLAGS.requests is not None:
-    for name in SUITE_FLAGS:
-      if FLAGS[name].present:
-        raise ValueError(
-          f"--{name}={FLAGS[name].value} is of the suite, but --requests of a replay"
-        )
-    return functools.partial(run_replay, check_replay())
-  for name in REPLAY_FLAGS:
+  is_replay = FLAGS.requests is not None
+  for name in SUITE_FLAGS if is_replay else REPLAY_FLAGS:
     if FLAGS[name].present:  # half an hour of something else than was asked for
       raise ValueError(
-        f"--{name}={FLAGS[name].value} is of a replay, whose --requests=FILE is missing; the "
-        f"suite has its own"
+        f"--{name}={FLAGS[name].value} is of "
+        + (
+          "the suite, but --requests of a replay"
+          if is_replay
+          else "a replay, whose --requests=FILE is missing; the suite has its own"
+        )
       )
+  if is_replay:
+    return functools.partial(run_replay, check_replay())
   return functools.partial(run_suite, check_suite())
 
 

@@ -173,32 +173,11 @@ class Tokenizer:
     _check_messages(messages)
     if self._chat_template is None:
       raise ValueError("this checkpoint has no chat template: send plain text")
-    jinja2, sandbox, ext = map(_optional, ("jinja2", "jinja2.sandbox", "jinja2.ext"))
-
-    def raise_exception(message: str) -> None:  # templates call it by this name
-      raise jinja2.TemplateError(message)
-
-    class Generation(ext.Extension):
-      """`{% generation %}` marks what training is to learn; to serve it is text like any other."""
-
-      tags = frozenset({"generation"})
-
-      def parse(self, parser):
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    # A template is a program from a downloaded file, hence the sandbox.
-    environment = sandbox.ImmutableSandboxedEnvironment(
-      trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols, Generation]
-    )
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    # Jinja's own makes text safe for HTML: other tokens than the model was trained on.
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment = _chat_environment()
     try:
       return environment.from_string(self._chat_template).render(
         messages=[dict(message) for message in messages],
         add_generation_prompt=add_generation_prompt,
-        raise_exception=raise_exception,
         tools=None,
         documents=None,
         **self._special_tokens,
@@ -252,6 +231,35 @@ class ByteTokenizer:
     _check_messages(messages)
     text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
     return text + "assistant: " if add_generation_prompt else text
+
+
+@functools.cache
+def _chat_environment() -> Any:
+  """What chat templates run in: a sandbox, as each is a program from a downloaded file."""
+  jinja2, sandbox, ext = map(_optional, ("jinja2", "jinja2.sandbox", "jinja2.ext"))
+
+  def raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+  class Generation(ext.Extension):
+    """`{% generation %}` marks what training is to learn; to serve it is text like any other."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser):
+      next(parser.stream)
+      return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+  environment = sandbox.ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols, Generation]
+  )
+  environment.globals.update(  # templates call them by these names
+    raise_exception=raise_exception,
+    strftime_now=lambda form: datetime.datetime.now().strftime(form),
+  )
+  # Jinja's own makes text safe for HTML: other tokens than the model was trained on.
+  environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+  return environment
 
 
 def _read_gguf(fields: Mapping[str, Any], tokenizers: ModuleType) -> dict[str, Any]:

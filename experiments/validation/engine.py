@@ -169,12 +169,12 @@ def time_pools(
   plans = steps_of_each_size(world.pages, padding)
   one, other = (executors[(number + i) % len(executors)] for i in (0, 1))
   prompts = [request.num_prompt_tokens for request in experiment.requests]
-  most_rows = world.pages.num_rows // 2
+  context, most_rows = round(statistics.fmean(prompts)), world.pages.num_rows // 2
   # Of changing sizes, as in a run: beside one and the same step others take hardly longer.
   neighbours = {
     "prefill": [probe_plan(world.pages, prefills=(prompt,)) for prompt in prompts],
     "decode": [
-      probe_plan(world.pages, decodes=rows, context=round(statistics.fmean(prompts)))
+      probe_plan(world.pages, decodes=rows, context=context)
       for rows in random.Random(number).sample(range(1, 1 + most_rows), most_rows)
     ],
   }

@@ -453,9 +453,9 @@ class InterruptedWorld(SimWorld):
     return ImpatientClock(self.num_waits) if self.run == 0 else super().clock()
 
 
-def interrupted(tmp_path, **when):
+def interrupted(tmp_path, kind=InterruptedWorld, **when):
   checked = check(sim_config(), tmp_path / "out")
-  world = InterruptedWorld(checked.config, checked.config.workload.lengths.longest, 30)
+  world = kind(checked.config, checked.config.workload.lengths.longest, 30)
   for name, value in when.items():
     setattr(world, name, value)
   return dataclasses.replace(checked, world=world)
@@ -491,20 +491,14 @@ class LosingWorld(SimWorld):
     return super().clock()
 
 
-def losing(tmp_path, run):
-  checked = interrupted(tmp_path)
-  world = LosingWorld(checked.config, checked.config.workload.lengths.longest, 30)
-  world.run = run
-  return dataclasses.replace(checked, world=world)
-
-
 def test_a_pool_that_cannot_start_again_leaves_the_runs_before_it(tmp_path, capsys):
   pytest.importorskip("matplotlib")
-  assert compare.run((losing(tmp_path, 2), losing(tmp_path, 1))) == 1
+  second, first = (interrupted(tmp_path, LosingWorld, run=run) for run in (2, 1))
+  assert compare.run((second, first)) == 1
   assert check_files(tmp_path / "out", STRATEGIES[:1])["interrupted"] is True
   assert "devices 0: no more processes: reporting" in capsys.readouterr().err
   with pytest.raises(PoolLost):
-    compare.run((losing(tmp_path, 1), None))
+    compare.run((first, None))
 
 
 def test_ctrl_c_before_the_first_request_writes_empty_results(tmp_path):
